@@ -71,16 +71,12 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 _LONG_IN_BUCKETS = {
-    "test_any_tree",
     "test_async",
     "test_async_processes",
     "test_cli_compare",
     "test_cli_diff",
-    "test_damage",
-    "test_differences",
     "test_errors",
     "test_failures",
-    "test_iterators",
     "test_kill",
     "test_lazy",
     "test_leftovers",
@@ -88,16 +84,7 @@ _LONG_IN_BUCKETS = {
     "test_manager_faults",
     "test_manager_keep",
     "test_manager_processes",
-    "test_nnx",
-    "test_nnx_processes",
-    "test_nnx_restore",
-    "test_optax_linen",
-    "test_place",
     "test_processes",
-    "test_restorable",
-    "test_roundtrip",
-    "test_shared",
-    "test_values",
 }
 _IN_THE_SUITE = 8
 

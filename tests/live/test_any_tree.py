@@ -281,24 +281,7 @@ REFUSED = "two leaves have the path|has a key|has the key|there is nothing to sa
 @given(trees())
 def test_a_save_refuses_it_or_every_restore_gives_it_back(drawn: tuple[Any, list[Any]]):
     name = uuid.uuid4().hex
-    save_and_restore(f"memory://{name}", drawn)
-    MemoryStore(name).delete("")
-
-
-@pytest.mark.filterwarnings("ignore::ostraka.errors.PartialRestore")
-@settings(
-    max_examples=15,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    deadline=None,
-)
-@given(trees())
-def test_a_save_to_a_bucket_refuses_it_or_every_restore_gives_it_back(
-    new_bucket: Callable[[str], Any], drawn: tuple[Any, list[Any]]
-):
-    save_and_restore(str(new_bucket("moto")), drawn)
-
-
-def save_and_restore(place: str, drawn: tuple[Any, list[Any]]) -> None:
+    place = f"memory://{name}"
     tree, variables = drawn
     expected, as_dicts = describe(tree), Describer(as_dicts=True).describe(tree)
     try:
@@ -318,6 +301,7 @@ def save_and_restore(place: str, drawn: tuple[Any, list[Any]]) -> None:
         can_change = isinstance(tree, dict | list | nnx.Pytree | nnx.Variable | nnx.State)
         if can_change or not re.search("into= can't change (the tree itself|leaf) ", str(error)):
             raise
-        return
-    assert restored is tree
-    assert describe(tree) == expected
+    else:
+        assert restored is tree
+        assert describe(tree) == expected
+    MemoryStore(name).delete("")

@@ -3,7 +3,6 @@
 The 8 devices are those of this process, or of 4 real ones.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ import ostraka
 from nnx_models import ADAM, Block
 from ostraka import sharding
 from ostraka.testing import run_processes
-from places import Place
 
 FSDP = sharding.fsdp("data", min_size=16)
 HURRY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -103,8 +101,8 @@ def restore_both(path: str, sizes: dict[str, int]) -> Any:
 
 
 @pytest.fixture(scope="module", params=[1, 4], ids=["one process", "four processes"])
-def saved(request: pytest.FixtureRequest, new_place: Callable[[str], Place]) -> Any:
-    path = str(new_place("fsdp") / "c")
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = str(tmp_path_factory.mktemp("fsdp") / "c")
     like = make_state(mesh_of(data=1), FSDP, 1)
     if request.param == 1:
         return path, like, whole([save_fsdp(path)], like)
@@ -121,12 +119,7 @@ def test_restore_in_one_process(saved: Any, sizes: dict[str, int]):
 def test_restore_in_two_processes(saved: Any):
     path, like, expected = saved
     results = run_processes(
-        restore_both,
-        path,
-        {"data": 2, "model": 4},
-        processes=2,
-        devices_per_process=4,
-        env=HURRY,
+        restore_both, path, {"data": 2, "model": 4}, processes=2, devices_per_process=4, env=HURRY
     )
     assert whole([result.value for result in results], like) == expected
 

@@ -6,25 +6,27 @@ import decimal
 import enum
 import json
 import math
+import re
 import subprocess
 import sys
 import types
 import uuid
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from flax import nnx
+from flax.core import FrozenDict
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka.errors import InvalidTree, Mismatch, OstrakaError, PartialRestore
 from ostraka.layout import shard_file
 from ostraka.storage import MemoryStore
-from ostraka.tree import json_values
 
 
 class Point(NamedTuple):
@@ -114,13 +116,7 @@ class Unregistered:
 def place():
     name = f"tree-{uuid.uuid4().hex}"
     yield f"memory://{name}"
-    clear(name)
-
-
-def clear(name):
-    store = MemoryStore(name)
-    for found in store.list() or []:
-        store.delete(found)
+    MemoryStore(name).delete("")
 
 
 def round_trip(tree, **options):
@@ -129,7 +125,7 @@ def round_trip(tree, **options):
         ostraka.save(f"memory://{name}", tree)
         return ostraka.restore(f"memory://{name}", **options)
     finally:
-        clear(name)
+        MemoryStore(name).delete("")
 
 
 def assert_same(a, b):
@@ -155,18 +151,13 @@ def assert_same(a, b):
         assert a == b
 
 
-# Containers, without a template
+# Containers and values, without a template and with one
 
 
 @pytest.mark.parametrize(
     "tree",
     [
         {},
-        [],
-        (),
-        OrderedDict(),
-        None,
-        {"a": None},
         [None, [None], (None,)],
         {"a": {}, "b": [], "c": (), "d": OrderedDict(), "e": Empty(), "f": [[], [{}]]},
         {"z": 1, "a": 2, "m": 3},
@@ -175,75 +166,14 @@ def assert_same(a, b):
         OrderedDict(b=1, a=OrderedDict(z=2, y=3)),
         [1, (2, [3, (4,)]), {"five": [5]}],
         Point(1, Point([2], None)),
-        State(3),
-        [State(1, Empty()), Empty()],
-        {"p": {"q": {"r": {"s": [{"t": 1}]}}}},
+        [State(1, Empty()), State(3)],
+        {"list": [np.arange(3), {"deep": (np.float32(1.5), jnp.ones((2, 2)))}]},
+        {7: Point(jnp.int32(1), np.zeros((0, 3))), "o": OrderedDict(b=np.ones(2), a=np.ones(4))},
     ],
 )
 def test_containers_keys_and_order_come_back(tree):
-    assert_same(round_trip([tree, 0]), [tree, 0])
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [{}, [], (), None, {"a": None}, [None, 1], Point(1, None), {"a": {}, "b": 2}, Empty(), 7],
-)
-def test_containers_come_back_as_in_the_template(tree):
-    assert_same(round_trip([tree, 0], like=[tree, 0]), [tree, 0])
-
-
-def test_arrays_in_containers_come_back():
-    tree = {
-        "list": [np.arange(3), {"deep": (np.float32(1.5), jnp.ones((2, 2)))}],
-        7: Point(jnp.int32(1), np.zeros((0, 3))),
-        "none": None,
-        "ordered": OrderedDict(b=np.arange(2), a=np.arange(4)),
-    }
-    assert_same(round_trip(tree), tree)
-    assert_same(round_trip(tree, like=tree), tree)
-
-
-keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=4) | st.integers(-5, 5)
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.complex_numbers()
-    | st.binary(max_size=8)
-    | st.text(max_size=8)
-)
-trees = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(keys, inner, max_size=3)
-        | st.dictionaries(keys, inner, max_size=2).map(OrderedDict)
-        | st.builds(Point, inner, inner)
-    ),
-    max_leaves=10,
-)
-
-
-def may_be_saved(tree):
-    """Whether no dict has keys such as 0 and "0"."""
-    if isinstance(tree, dict):
-        return len({str(k) for k in tree}) == len(tree) and all(map(may_be_saved, tree.values()))
-    return not isinstance(tree, list | tuple) or all(map(may_be_saved, tree))
-
-
-@settings(max_examples=100)
-@given(trees.filter(may_be_saved))
-def test_any_tree_comes_back(tree):
-    tree = {"tree": tree, "beside": 0}  # Without anything beside it, an empty tree is refused.
-    assert_same(round_trip(tree), tree)
-
-
-@settings(max_examples=30)
-@given(trees.filter(may_be_saved))
-def test_any_tree_is_its_own_template(tree):
     tree = {"tree": tree, "beside": 0}
+    assert_same(round_trip(tree), tree)
     assert_same(round_trip(tree, like=tree), tree)
 
 
@@ -262,16 +192,6 @@ def test_a_nested_dataclass_and_one_without_fields_come_back():
     found = round_trip([Outer.Inner(1), Nothing()])
     assert [type(value) for value in found] == [Outer.Inner, Nothing]
     assert found[0].value == 1
-
-
-def test_a_template_gives_a_dataclass_its_class_and_static_fields():
-    saved = Layer(np.arange(4.0), 1.5, name="saved")
-    like = Layer(np.zeros(4), 0.0, name="wanted")
-    with pytest.warns(PartialRestore, match=r"'name' stays 'wanted' \(saved: 'saved'\)"):
-        found = round_trip(saved, like=like)
-    assert type(found) is Layer
-    assert (found.bias, found.name) == (1.5, "wanted")
-    np.testing.assert_array_equal(found.kernel, saved.kernel)
 
 
 def test_a_dataclass_that_can_not_be_found_becomes_a_dict():
@@ -299,16 +219,11 @@ def test_a_namedtuple_that_can_not_be_found_becomes_one_of_the_same_name():
     assert isinstance(found, tuple)
 
 
-def test_a_namedtuple_whose_fields_have_changed_becomes_one_of_the_same_name(monkeypatch):
-    value = Point(1, 2)
-    name = f"tree-{uuid.uuid4().hex}"
-    ostraka.save(f"memory://{name}", value)
+def test_a_namedtuple_whose_fields_have_changed_becomes_one_of_the_same_name(place, monkeypatch):
+    ostraka.save(place, Point(1, 2))
     monkeypatch.setattr(sys.modules[__name__], "Point", WiderPoint)
-    found = ostraka.restore(f"memory://{name}")
-    clear(name)
-    assert type(found).__name__ == "Point"
-    assert found._fields == ("x", "y")
-    assert found == (1, 2)
+    found = ostraka.restore(place)
+    assert (type(found).__name__, found._fields, found) == ("Point", ("x", "y"), (1, 2))
 
 
 def test_other_nodes_become_dicts_of_their_children():
@@ -324,12 +239,6 @@ def test_other_nodes_come_back_by_template():
     assert named.values == {"b": 2, "a": 1}
 
 
-def test_a_default_dict_becomes_a_dict_with_its_keys():
-    tree = defaultdict(list, {"b": [1], "a": [2]})
-    assert round_trip(tree) == {"a": [2], "b": [1]}
-    assert type(round_trip(tree, like=tree)) is defaultdict
-
-
 def test_a_template_may_use_other_containers_for_the_same_paths():
     found = round_trip({"a": [1, 2]}, like=OrderedDict(a=(0, 0)))
     assert_same(found, OrderedDict(a=(1, 2)))
@@ -338,53 +247,23 @@ def test_a_template_may_use_other_containers_for_the_same_paths():
 
 # Values
 
+VALUES = [0, -1, 2**53, 2**53 + 1, -(2**64), 10**400, 7**9000, True, False]
+VALUES += [0.0, -0.0, 0.1, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan]
+VALUES += [0j, complex(-0.0, math.inf), complex(math.nan, -0.0)]
+VALUES += ["", "naïve 漢字 🜲", '\x00\n"\\', "\ud800", b"", bytes(range(256)), None]
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        0,
-        -1,
-        2**53,
-        2**53 + 1,
-        -(2**64),
-        10**400,
-        7**9000,
-        True,
-        False,
-        0.0,
-        -0.0,
-        0.1,
-        5e-324,
-        1.7976931348623157e308,
-        math.inf,
-        -math.inf,
-        math.nan,
-        0j,
-        complex(-0.0, math.inf),
-        complex(math.nan, -0.0),
-        "",
-        "naïve 漢字 🜲",
-        '\x00\n"\\',
-        "\ud800",
-        b"",
-        bytes(range(256)),
-        None,
-    ],
-    ids=lambda value: repr(value)[:20] if not isinstance(value, int) else f"int{value % 997}",
-)
-def test_a_python_value_comes_back_exactly(value):
-    assert_same(round_trip({"v": value, "w": 0}), {"v": value, "w": 0})
-    if value is not None:  # which alone is refused
-        assert_same(round_trip(value), value)
-        assert_same(round_trip(value, like=value), value)
+
+def test_python_values_come_back_exactly():
+    assert_same(round_trip(VALUES), VALUES)
+    assert_same(round_trip(VALUES, like=VALUES), VALUES)
 
 
 @pytest.mark.parametrize(
     "value",
-    [np.arange(6).reshape(2, 3), np.float16(2.5), jnp.arange(3), np.array(5)],
-    ids=["numpy", "scalar", "jax", "0-d"],
+    [7, "text", np.arange(6).reshape(2, 3), np.float16(2.5), jnp.arange(3), np.array(5)],
+    ids=["int", "text", "numpy", "scalar", "jax", "0-d"],
 )
-def test_a_tree_may_be_one_array(value):
+def test_a_tree_may_be_one_value(value):
     assert_same(round_trip(value), value)
     assert_same(round_trip(value, like=value), value)
 
@@ -398,67 +277,25 @@ def test_a_tree_may_be_one_key():
 
 # Paths
 
-ODD_KEYS = [
-    "/",
-    "~",
-    "",
-    "a/b",
-    "a~1b",
-    "~0",
-    "~1",
-    ".",
-    "..",
-    "é",
-    "漢字",
-    "🜲",
-    " ",
-    "\n",
-    '"',
-    "\\",
-]
-ODD_KEYS += ["\x00", "__metadata__", "items", "dict", "list", "int", "a" * 300]
-
-
-@pytest.mark.parametrize("key", ODD_KEYS, ids=lambda key: repr(key)[:12])
-def test_any_string_is_a_key(key, place):
-    tree = {key: np.arange(3), "other": {key: [1, {key: np.float32(2)}]}}
-    ostraka.save(place, tree)
-    assert_same(ostraka.restore(place), tree)
-    assert_same(ostraka.restore(place, like=tree), tree)
-    assert ostraka.verify(place).ok
+ODD_KEYS = ["/", "~", "", "a/b", "a~1b", "~0", "~1", ".", "..", "é", "漢字", "🜲", " ", "\n", '"']
+ODD_KEYS += ["\\", "\x00", "__metadata__", "items", "dict", "list", "int", "a" * 300]
 
 
 def test_all_odd_keys_fit_in_one_dict(place):
     tree = {key: np.full(2, number) for number, key in enumerate(ODD_KEYS)}
-    nested = {key: dict(tree) for key in ODD_KEYS}
+    nested = {key: {**tree, "list": [1, {key: np.float32(2)}]} for key in ODD_KEYS}
     ostraka.save(place, nested)
     assert_same(ostraka.restore(place), nested)
-    assert len(ostraka.open(place)) == len(ODD_KEYS) ** 2
+    assert_same(ostraka.restore(place, like=nested), nested)
+    assert ostraka.verify(place).ok
+    assert len(ostraka.open(place)) == len(ODD_KEYS) * (len(ODD_KEYS) + 1)
 
 
-def test_paths_name_the_leaves():
-    tree = {"a/b": {"~": 1}, "l": [np.arange(2), {"x": 2}], 5: Point(3, 4), "": 6}
-    name = f"tree-{uuid.uuid4().hex}"
-    ostraka.save(f"memory://{name}", tree)
-    checkpoint = ostraka.open(f"memory://{name}")
+def test_paths_name_the_leaves(place):
+    ostraka.save(place, {"a/b": {"~": 1}, "l": [np.ones(2), {"x": 2}], 5: Point(3, 4), "": 6})
+    checkpoint = ostraka.open(place)
     assert list(checkpoint) == ["a~1b/~0", "l/0", "l/1/x", "5/x", "5/y", "~"]
-    assert checkpoint["a~1b/~0"] == 1
-    assert checkpoint["5/y"] == 4
-    clear(name)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {0: 1, "0": 2},
-        {0: np.arange(2), "0": np.arange(3)},
-        {"a": {-1: 1, "-1": 2}},
-        {1: [np.arange(2)], "1": [3]},
-    ],
-)
-def test_keys_that_look_the_same_in_a_path_raise(tree):
-    with pytest.raises(InvalidTree, match="two leaves have the path '.*': keys such as 0 and '0'"):
-        round_trip(tree)
+    assert (checkpoint["a~1b/~0"], checkpoint["5/y"]) == (1, 4)
 
 
 # What can't be saved
@@ -476,50 +313,115 @@ class Dict(dict):
     pass
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        (object(), "builtins.object"),
-        ({1, 2}, "builtins.set"),
-        (range(3), "builtins.range"),
-        (datetime.date(2020, 1, 1), "datetime.date"),
-        (decimal.Decimal(1), "decimal.Decimal"),
-        (bytearray(b"x"), "builtins.bytearray"),
-        (Unregistered(), "test_tree.Unregistered"),
-        (Dict(a=1), "test_tree.Dict"),
-        (Colour.RED, "test_tree.Colour"),
-        (Text("x"), "test_tree.Text"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_value_of_another_type_is_named_with_its_path(value, kind):
-    with pytest.raises(InvalidTree, match=rf"leaf 'a/1/b' is a {kind}, which can't be saved"):
-        round_trip({"a": [0, {"b": value}]})
+def deleted(array):
+    array.delete()
+    return array
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array(["text"]),
-        np.array([b"bytes"]),
-        np.array([None, 1]),
-        np.array(["2020-01-01"], "datetime64[D]"),
-        np.zeros(2, [("x", "f4"), ("y", "i4")]),
-        np.str_("text"),
-        np.datetime64("2020-01-01"),
-        np.zeros(2, np.longdouble),
-    ],
-    ids=lambda array: str(array.dtype),
-)
-def test_an_array_of_another_dtype_is_named_with_its_path(array):
-    with pytest.raises(InvalidTree, match="leaf 'a/b' has the dtype .*, which can't be saved"):
-        round_trip({"a": {"b": array}})
+def donated():
+    array = jnp.arange(1024.0)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    return array
 
 
-def test_a_masked_array_would_lose_its_mask():
-    masked = np.ma.masked_array([1.0, 2.0], mask=[True, False])
-    with pytest.raises(InvalidTree, match="leaf 'a/b' is a .*MaskedArray"):
-        round_trip({"a": {"b": masked}})
+def deep(levels):
+    tree: Any = jnp.ones(1)
+    for _ in range(levels):
+        tree = {"k": tree}
+    return tree
+
+
+def circle():
+    tree: dict[str, Any] = {}
+    tree["a"] = [tree]
+    return tree
+
+
+def unreduced():
+    mesh = jax.make_mesh((8,), ("x",))
+    with jax.set_mesh(mesh):
+        array = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "x")))
+        other = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("x", None)))
+        spec = P(None, None, unreduced=frozenset({"x"}))
+        return jax.jit(lambda a, b: jnp.einsum("ab,bc->ac", a, b, out_sharding=spec))(array, other)
+
+
+def on_odd_axes():
+    mesh = jax.make_mesh((1, 2), (1, "1"), devices=jax.devices()[:2])  # pyright: ignore
+    return jax.device_put(jnp.ones(2), NamedSharding(mesh, P("1")))
+
+
+class Mine(np.ndarray):
+    pass
+
+
+ABSTRACT = jax.ShapeDtypeStruct((2,), np.float32)
+DELETED = "has been deleted or donated"
+SAME_PATH = "two leaves have the path '{}': keys such as 0 and '0'"
+WRONG_LEAVES = {
+    "is a builtins.object": object(),
+    "is a builtins.set": {1, 2},
+    "is a builtins.range": range(3),
+    "is a datetime.date": datetime.date(2020, 1, 1),
+    "is a decimal.Decimal": decimal.Decimal(1),
+    "is a builtins.bytearray": bytearray(b"x"),
+    "is a test_tree.Unregistered": Unregistered(),
+    "is a test_tree.Dict": Dict(a=1),
+    "is a test_tree.Colour": Colour.RED,
+    "is a test_tree.Text": Text("x"),
+    "is a collections.Counter": Counter("xy"),
+    "has the dtype |S5": np.array([b"bytes"]),
+    "has the dtype object": np.array([None, 1]),
+    "has the dtype datetime64[D]": np.array(["2020-01-01"], "datetime64[D]"),
+    "has the dtype <U4": np.str_("text"),
+    "has the dtype float128": np.zeros(2, np.longdouble),
+    "has the dtype [('x', '<f4')]": np.zeros(2, [("x", "f4")]),
+}
+
+
+@pytest.mark.parametrize("said", WRONG_LEAVES)
+def test_a_leaf_that_can_not_be_saved_is_named(said):
+    message = f"leaf 'a/1/b' {said}, which can't be saved"
+    with pytest.raises(InvalidTree, match=re.escape(message)):
+        round_trip({"a": [0, {"b": WRONG_LEAVES[said]}]})
+
+
+REFUSED = {
+    "leaf 'a/b' is a .*MaskedArray": lambda: {"a": {"b": np.ma.masked_array([1.0], mask=[True])}},
+    "leaf 'a' is a test_tree.Mine": lambda: {"a": np.zeros(2).view(Mine)},
+    "leaf 'a' is a numpy.*recarray": lambda: {"a": np.zeros(2).view(np.recarray)},
+    "leaf 'a' has 64 dimensions": lambda: {"a": np.zeros((1,) * 64)},
+    "leaf 'a' is on a mesh with the axis 1": lambda: {"a": on_odd_axes()},
+    "leaf 'a' has the spec .*unreduced": lambda: {"a": unreduced()},
+    f"leaf 'a/0' {DELETED}": lambda: {"a": [deleted(jnp.arange(3))]},
+    f"leaf 'rng' {DELETED}": lambda: {"rng": deleted(jax.random.key(0))},
+    f"leaf 'params' {DELETED}: .* step": lambda: {"params": donated()},
+    "leaf 'x/0' is abstract .*it has no values to save": lambda: {"x": [ABSTRACT]},
+    "leaf 'kernel' is abstract": lambda: nnx.eval_shape(
+        lambda: nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
+    ),
+    "the class int itself at 'a'": lambda: {"a": int},
+    r"the class Linear itself at '\.'": lambda: nnx.Linear,
+    "defaultdict at 'a' has the default_factory .*dict": lambda: {"a": defaultdict(lambda: 1)},
+    SAME_PATH.format("0"): lambda: {0: np.arange(2), "0": np.arange(3)},
+    SAME_PATH.format("a/-1"): lambda: {"a": {-1: 1, "-1": 2}},
+    SAME_PATH.format("1/0"): lambda: {1: [np.arange(2)], "1": [3]},
+    r"the container at '\.' has the key frozenset": lambda: {frozenset(): 1},
+    "the container at 'a' has the key .*surrogates not allowed": lambda: {"a": {"\ud800": 1}},
+    "the container at 'a' has a key, which can't be written": lambda: {"a": {10**5000: 1}},
+    "more than 200 containers deep at 'k/k/k": lambda: deep(330),
+    "does one of them contain itself": circle,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_could_not_come_back_is_refused_at_once(tmp_path, message):
+    tree = REFUSED[message]()
+    for save in (ostraka.save, ostraka.save_async):
+        with pytest.raises(InvalidTree, match=message) as caught:
+            save(tmp_path / "c", tree)
+        assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -530,143 +432,46 @@ def test_a_key_of_another_type_is_named_with_its_path(key):
         round_trip({"a": [{key: 1}]})
 
 
+def test_a_tracer_is_named():
+    for value in (jnp.ones(2), jax.random.key(0), nnx.Param(jnp.ones(2))):
+        with pytest.raises(InvalidTree, match="leaf 'x' is a traced value: call save outside of"):
+            nnx.jit(lambda x: round_trip({"x": x}) and None)(value)
+
+
 class Size(str, enum.Enum):  # noqa: UP042
     LARGE = "large"
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        1.5,
-        float("-inf"),
-        None,
-        (),
-        (1, ("a/b", None)),
-        b"k",
-        True,
-        1j,
-        np.int64(3),
-        np.float32(0.1),
-        np.bool_(False),
-        np.str_("x"),
-        Colour.RED,
-        Size.LARGE,
-        (Colour.RED, np.int8(1)),
-        10**30,
-    ],
-    ids=repr,
-)
+KEYS = [1.5, float("-inf"), None, (), (1, ("a/b", None)), b"k", True, 1j, 10**30, Colour.RED]
+KEYS += [np.int64(3), np.float32(0.1), np.bool_(False), np.str_("x"), Size.LARGE]
+KEYS += [(Colour.RED, np.int8(1))]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=repr)
 def test_a_key_of_any_plain_kind_comes_back(key):
-    tree = {"a": [{key: np.arange(2)}], "b": OrderedDict([(key, 1)])}
+    tree = {"a": {key: np.arange(2)}, "b": OrderedDict([(key, 1)]), "c": FrozenDict({key: 1})}
     for restored in (round_trip(tree), round_trip(tree, like=tree)):
-        (found,) = restored["a"][0]
-        assert type(found) is type(key)
-        assert found == key
+        for name, kind in (("a", dict), ("b", OrderedDict), ("c", FrozenDict)):
+            assert type(restored[name]) is kind
+            (found,) = restored[name]
+            assert (type(found), found) == (type(key), key)
         assert_same(restored["b"], tree["b"])
 
 
-def test_a_key_of_another_type_at_the_top_is_named():
-    with pytest.raises(InvalidTree, match=r"the container at '\.' has the key frozenset"):
-        round_trip({frozenset(): 1})
+def test_members_of_enums_that_are_not_loaded_stay_apart():
+    kinds: list[Any] = [enum.Enum(name, {"ONE": 1}) for name in ("First", "Second")]
+    found = round_trip({"a": {kind["ONE"]: kind.__name__ for kind in kinds}})
+    assert found == {"a": {"First.ONE": "First", "Second.ONE": "Second"}}
 
 
-def test_a_key_that_is_no_unicode_is_named():
-    with pytest.raises(
-        InvalidTree, match="the container at 'a' has the key .*surrogates not allowed"
-    ):
-        round_trip({"a": {"\ud800": 1}})
-
-
-def test_a_deleted_array_is_named():
-    array = jnp.arange(3)
-    array.delete()
-    with pytest.raises(InvalidTree, match="leaf 'a/0' has been deleted or donated"):
-        round_trip({"a": [array]})
-
-
-def test_a_donated_array_is_named():
-    array = jnp.arange(1024.0)
-    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
-    with pytest.raises(InvalidTree, match="leaf 'params' has been deleted or donated: .* step"):
-        round_trip({"params": array})
-
-
-def test_a_deleted_key_is_named():
-    key = jax.random.key(0)
-    key.delete()
-    with pytest.raises(InvalidTree, match="leaf 'rng' has been deleted"):
-        round_trip({"rng": key})
-
-
-def test_a_tracer_is_named():
-    @jax.jit
-    def step(x):
-        round_trip({"x": x})
-        return x
-
-    with pytest.raises(InvalidTree, match="leaf 'x' is a traced value: call save outside of jit"):
-        step(jnp.ones(2))
-
-
-def test_a_traced_key_is_named():
-    @jax.jit
-    def step(x):
-        round_trip({"k": x})
-        return x
-
-    with pytest.raises(InvalidTree, match="leaf 'k' is a traced value"):
-        step(jax.random.key(0))
-
-
-def test_an_abstract_value_is_named():
-    abstract = jax.ShapeDtypeStruct((2,), jnp.float32)
-    with pytest.raises(InvalidTree, match="leaf 'x/0' is abstract .*it has no values to save"):
-        round_trip({"x": [abstract]})
-
-
-def test_a_tree_that_can_not_be_saved_leaves_nothing(tmp_path):
-    with pytest.raises(TypeError, match="leaf 'bad'"):
-        ostraka.save(tmp_path / "new", {"good": np.arange(3), "bad": object()})
-    assert not (tmp_path / "new").exists()
+def test_a_tree_that_can_not_be_saved_leaves_the_old_one(tmp_path):
     ostraka.save(tmp_path / "old", {"a": 1})
     with pytest.raises(InvalidTree, match="leaf 'bad'"):
-        ostraka.save(tmp_path / "old", {"bad": object()})
+        ostraka.save(tmp_path / "old", {"good": np.arange(3), "bad": object()})
     assert ostraka.restore(tmp_path / "old") == {"a": 1}
 
 
-# Templates that do not fit
-
-
-def test_every_difference_is_told_at_once(place):
-    ostraka.save(place, {"a": 1, "b": "text", "c": np.arange(3), "d": None})
-    with pytest.raises(Mismatch, match="for 4 reasons") as caught:
-        ostraka.restore(place, like={"a": 1.0, "b": b"", "c": 3, "e": None})
-    told = "\n".join(caught.value.differences)
-    for expected in (
-        "'a'",
-        "'b'",
-        "'c'",
-        "'e' is not in the checkpoint",
-    ):
-        assert expected in told
-
-
-@pytest.mark.parametrize(
-    ("saved", "wanted"),
-    [
-        (1, 2.0),
-        (1, True),
-        (True, 1),
-        ("x", b"x"),
-        (None, 1),
-        (1, None),
-        (1.0, 1 + 0j),
-        ([], {"a": 1}),
-    ],
-)
-def test_a_value_is_never_turned_into_another_type(saved, wanted):
-    with pytest.raises(Mismatch, match="'v"):
-        round_trip({"v": saved, "w": 1}, like={"v": wanted, "w": 1})
+# Numbers and arrays of one number
 
 
 @pytest.mark.parametrize(
@@ -683,27 +488,19 @@ def test_a_value_is_never_turned_into_another_type(saved, wanted):
     ],
 )
 def test_a_number_becomes_an_array_that_holds_it_exactly(saved, dtype):
-    found = round_trip({"v": saved}, like={"v": np.zeros((), dtype)})["v"]
-    assert_same(found, np.array(saved, dtype))
-    scalar = round_trip({"v": saved}, like={"v": dtype(0)})["v"]
-    assert_same(scalar, dtype(saved))
+    found = round_trip({"v": saved, "w": saved}, like={"v": np.zeros((), dtype), "w": dtype(0)})
+    assert_same(found, {"v": np.array(saved, dtype), "w": dtype(saved)})
 
 
 @pytest.mark.parametrize(
     ("saved", "dtype"),
     [
-        (300, np.uint8),
         (-1, np.uint32),
         (0.1, np.float32),
-        (1.5, np.int32),
-        (math.nan, np.int32),
         (math.inf, np.int64),
         (1e300, np.float32),
         (2**70, np.int64),
         (2**53 + 1, np.float64),
-        (True, np.int32),
-        (1, np.bool_),
-        (1 + 1j, np.float32),
     ],
 )
 def test_a_number_that_the_array_can_not_hold_is_a_mismatch(saved, dtype):
@@ -715,8 +512,6 @@ def test_an_array_of_one_number_becomes_a_python_number_of_its_type():
     tree = {"i": np.int64(3), "f": np.float32(1.5), "b": np.bool_(True), "c": np.complex64(1j)}
     found = round_trip(tree, like={"i": 0, "f": 0.0, "b": False, "c": 0j})
     assert_same(found, {"i": 3, "f": 1.5, "b": True, "c": 1j})
-    with pytest.raises(Mismatch, match="'i': saved as int64"):
-        round_trip({"i": np.int64(3)}, like={"i": 0.0})
 
 
 # Objects that answer for attributes as they like
@@ -782,10 +577,9 @@ def test_a_leaf_that_answers_for_any_attribute_is_refused(kind):
     odd = kind()
     with pytest.raises(InvalidTree, match=r"leaf 'x' is a .*, which can't be saved"):
         round_trip({"w": np.ones(2), "x": odd})
-    for tree in ({"x": np.ones(2)}, {"x": 1}, {"w": 1, "x": jax.random.key(0)}):
-        for options in ({}, {"dtype": "like"}):
-            with pytest.raises(Mismatch, match="'x': the checkpoint has|'x': saved as"):
-                round_trip(tree, like={**tree, "x": odd}, **options)
+    for tree in ({"x": np.ones(2)}, {"x": 1}, {"x": jax.random.key(0)}):
+        with pytest.raises(Mismatch, match="'x': the checkpoint has|'x': saved as"):
+            round_trip(tree, like={"x": odd}, dtype="like")
 
 
 def test_a_static_field_that_raises_is_left_to_the_template():
@@ -838,21 +632,13 @@ def test_a_class_that_is_no_pytree_is_not_called(place, tmp_path):
     assert Unregistered.made == 0
 
 
+CALLABLES = [("subprocess", "Popen"), ("os", "system"), ("os", "stat_result"), ("", "")]
+CALLABLES += [("builtins", "eval"), ("builtins", "tuple"), ("builtins", "__import__")]
+CALLABLES += [("no.such.module", "Thing"), ("builtins", "Exception.__subclasses__")]
+
+
 @pytest.mark.parametrize("kind", ["namedtuple", "node", "dataclass"])
-@pytest.mark.parametrize(
-    "where",
-    [
-        ("subprocess", "Popen"),
-        ("os", "system"),
-        ("os", "stat_result"),
-        ("builtins", "eval"),
-        ("builtins", "tuple"),
-        ("no.such.module", "Thing"),
-        ("", ""),
-        ("builtins", "__import__"),
-        ("builtins", "Exception.__subclasses__"),
-    ],
-)
+@pytest.mark.parametrize("where", CALLABLES)
 def test_no_name_in_a_checkpoint_is_ever_called(place, kind, where):
     save_document(place, node(kind, where, a="x", b="y"))
     found = ostraka.restore(place)
@@ -959,17 +745,3 @@ def test_a_tree_nested_without_end_is_damage(place):
     store.put("_METADATA", text + b',"digest":"' + shard_file.digest(text).encode() + b'"}\n')
     with pytest.raises(OstrakaError, match="_METADATA"):
         ostraka.open(place)
-
-
-def test_a_deep_tree_of_ours_comes_back():
-    tree: Any = 1
-    for _ in range(100):
-        tree = [tree]
-    assert round_trip(tree) == tree
-
-
-def test_encoding_is_json_and_decodes_without_jax():
-    for value in (1, 10**40, 1.5, -0.0, 1j, "x", b"\x00", True, None):
-        encoded = json_values.encode_scalar(value)
-        again = json.loads(json.dumps(encoded, allow_nan=False))
-        assert_same(json_values.decode_plain(again), value)

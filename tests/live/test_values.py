@@ -14,12 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka.errors import InvalidTree
 from ostraka.layout.box import Box
 from ostraka.layout.plan_write import BAND_BYTES
 from ostraka.live.values import Placement, ShardedValue, shards_of
 from ostraka.testing import run_processes
-from places import Place
 
 BOXES: dict[int, Box] = {device: ((device, device + 1), (0, 8)) for device in range(8)}
 NUMBERS = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -71,12 +69,12 @@ def test_threads_that_ask_at_once_get_the_shards_they_ask_for():
 
 
 @pytest.mark.usefixtures("threads_switch_often")
-def test_a_save_whose_threads_all_look_at_the_arrays(place: Place):
+def test_a_save_whose_threads_all_look_at_the_arrays(tmp_path: Path):
     # Saved as another dtype, every file is the work of one thread from its first byte to its last.
     for number in range(20):
         tree = {f"leaf {n}": sharded(NUMBERS + n) for n in range(20)}
-        ostraka.save(f"memory://{place}/{number}", tree, dtype="bfloat16")
-        found = ostraka.restore(f"memory://{place}/{number}")
+        ostraka.save(f"memory://{tmp_path}/{number}", tree, dtype="bfloat16")
+        found = ostraka.restore(f"memory://{tmp_path}/{number}")
         for n in range(20):
             expected = (NUMBERS + n).astype(found[f"leaf {n}"].dtype)
             assert np.array_equal(found[f"leaf {n}"], expected), n
@@ -155,13 +153,6 @@ def test_a_twin_is_no_copy():
         )
 
 
-def test_a_deleted_array_says_so(place: Place):
-    array = sharded(NUMBERS)
-    array.delete()
-    with pytest.raises(InvalidTree, match="leaf 'a' .*deleted"):
-        ostraka.save(place / "c", {"a": array})
-
-
 def save_while_a_thread_looks(folder: str, attempts: int) -> int:
     """Arrays that span processes; returns how many saves were right."""
     sys.setswitchinterval(1e-6)
@@ -192,13 +183,11 @@ def save_while_a_thread_looks(folder: str, attempts: int) -> int:
     return right
 
 
-def test_arrays_that_span_processes_and_that_a_thread_looks_at_during_a_save(place: Place):
-    # The threads leave each other hardly any time: what goes over a network takes all of it.
-    attempts = 10 if isinstance(place, Path) else 1
+def test_arrays_that_span_processes_and_that_a_thread_looks_at_during_a_save(tmp_path: Path):
     results = run_processes(
-        save_while_a_thread_looks, str(place), attempts, processes=2, devices_per_process=4
+        save_while_a_thread_looks, str(tmp_path), 10, processes=2, devices_per_process=4
     )
-    assert [result.value for result in results] == [attempts, attempts]
+    assert [result.value for result in results] == [10, 10]
 
 
 # In parts
@@ -220,10 +209,10 @@ def test_a_part_of_a_large_shard_is_cut_out_where_it_lies(dtype: str):
 
 
 @pytest.mark.parametrize("shape", [(20, 1 << 20), (3, 5_600_001), (16_000_001,)])
-def test_a_large_array_is_converted_in_bands(place: Place, shape: tuple[int, ...]):
+def test_a_large_array_is_converted_in_bands(tmp_path: Path, shape: tuple[int, ...]):
     numbers = np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
     tree = {"four": jax.numpy.asarray(numbers, "int4"), "cast": jax.numpy.asarray(numbers)}
-    path = place / "converted"
+    path = tmp_path / "converted"
     ostraka.save(path, tree, dtype={"cast": "bfloat16"})
     found = ostraka.restore(path)
     assert found["cast"].dtype == "bfloat16"

@@ -28,10 +28,7 @@ def test_a_model_whose_file_has_them_fused(tmp_path: Path):
     with pytest.raises(Mismatch, match="or which leaves it is cut into"):
         ostraka.restore(tmp_path / "m.safetensors", like=like)
     rule: dict[str, Any] = {"transpose": True}
-    rule["cut"] = {
-        "axis": 1,
-        "into": {"attn/q/kernel": 8, "attn/k/kernel": 4, "attn/v/kernel": 4},
-    }
+    rule["cut"] = {"axis": 1, "into": {"attn/q/kernel": 8, "attn/k/kernel": 4, "attn/v/kernel": 4}}
     found = ostraka.restore(tmp_path / "m.safetensors", like=like, names={"attn.qkv.weight": rule})
     kernels = [found["attn"].q, found["attn"].k, found["attn"].v]
     assert jnp.array_equal(jnp.concatenate([k.kernel[...] for k in kernels], 1), fused.T)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostraka.layout.spec import LeafSpec
-from ostraka.restoring._differences import exactly, kind_of, show_value, type_problems
+from ostraka.restoring._differences import exactly, kind_of, type_problems
 from ostraka.restoring.in_place import Outline
 
 KINDS = [
@@ -71,29 +71,8 @@ def test_the_python_number_that_an_array_is(dtype: str, number: complex):
         assert problem.startswith(f"saved as {dtype}[], `like` has the {type(other).__name__}")
 
 
-def test_keys_that_differ_are_told():
-    spec = LeafSpec("k", "key", "uint32", (3, 2), prng="threefry2x32")
+def test_keys_of_each_process():
     keys = jax.random.split(jax.random.key(0), 3)
-    assert problems(spec, keys) == []
-    (shape,) = problems(spec, keys[:2])
-    assert shape == "saved as keys of shape (3,), `like` has (2,)"
-    (impl,) = problems(spec, jax.random.split(jax.random.key(0, impl="rbg"), 3))
-    assert impl == "saved as a threefry2x32 key, `like` has a rbg key"
-    (kind,) = problems(spec, jnp.ones(3))
-    assert kind == "saved as a threefry2x32 key, `like` has float32[3]"
     each = LeafSpec("k", "key", "uint32", (4, 3, 2), prng="threefry2x32", per_process=True)
     assert problems(each, keys) == []
-
-
-def test_what_jax_would_cut_to_32_bits_is_told():
-    spec = LeafSpec("n", "jax", "int64", (2,))
-    (problem,) = problems(spec, spec)
-    assert "which JAX would cut to 32 bits: set jax_enable_x64" in problem
-    assert problems(spec, np.ones(2, np.int64)) == []
-    narrow = LeafSpec("n", "jax", "int32", (2,))
-    assert problems(narrow, narrow) == []
-
-
-def test_values_as_text():
-    shown = [show_value(value) for value in (np.ones((2, 3)), jax.random.key(0), None, 7)]
-    assert shown == ["float64[2,3]", "a PRNG key", "None", "the int '7'"]
+    assert problems(each, keys[:2]) == ["saved as keys of shape (3,), `like` has (2,)"]

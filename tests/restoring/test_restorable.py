@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka import Manager
-from ostraka.errors import InvalidTree, Mismatch, OstrakaError, PartialRestore
-from places import Place
+from ostraka.errors import InvalidTree, Mismatch, PartialRestore
 from programs import run_quietly
 
 
@@ -37,85 +36,19 @@ class Name(str, enum.Enum):  # noqa: UP042
     ADAM = "adam"
 
 
-def round_trips(path: Place, tree: Any) -> list[Any]:
+def round_trips(path: Path, tree: Any) -> list[Any]:
     ostraka.save(path, tree)
     assert ostraka.verify(path).ok
     return [ostraka.restore(path), ostraka.restore(path, like=tree)]
 
 
-# NNX objects and optimizers with keys that are no text
-
-
-@pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
-def test_norms_that_key_their_state_by_tuples(place: Place, wrapper: Any):
-    def make(seed: int) -> Any:
-        return wrapper(nnx.Linear(3, 4, rngs=nnx.Rngs(seed)), rngs=nnx.Rngs(seed))
-
-    model = make(0)
-    model(jnp.ones((2, 3)))
-    ostraka.save(place / "c", {"model": model})
-    assert ostraka.verify(place / "c").ok
-    changed = make(1)
-    ostraka.restore(place / "c", into={"model": changed})
-    found = [
-        ostraka.restore(place / "c", like={"model": make(2)})["model"],
-        ostraka.restore(place / "c", like={"model": nnx.eval_shape(lambda: make(3))})["model"],
-        changed,
-    ]
-    expected = model(jnp.ones((2, 3)))
-    for restored in found:
-        assert jnp.array_equal(restored(jnp.ones((2, 3))), expected)
-    plain = ostraka.restore(place / "c")["model"]
-    assert any(isinstance(key, tuple) for part in plain.values() for key in part)
-
-
-@pytest.mark.parametrize(
-    "labels", [(True, False), (Mode.FAST, 2), (Name.ADAM, "b"), (1.5, np.int8(2))]
-)
-def test_multi_transform_with_labels_of_any_kind(place: Place, labels: Any):
-    def make() -> Any:
-        model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-        both = {labels[0]: optax.adam(1e-2), labels[1]: optax.sgd(1e-2, momentum=0.9)}
-
-        def pick(params: Any) -> Any:
-            return jax.tree.map(lambda x: labels[0] if x.ndim > 1 else labels[1], params)
-
-        return model, nnx.Optimizer(model, optax.multi_transform(both, pick), wrt=nnx.Param)
-
-    model, optimizer = make()
-    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
-    for restored in round_trips(place / "c", {"model": model, "optimizer": optimizer}):
-        assert set(ostraka_inner_states(restored["optimizer"])) == set(labels)
-
-
-def ostraka_inner_states(optimizer: Any) -> Any:
-    state = optimizer["opt_state"] if isinstance(optimizer, dict) else optimizer.opt_state
-    return state["inner_states"] if isinstance(state, dict) else state.inner_states
-
-
-@pytest.mark.parametrize("kind", [dict, OrderedDict, FrozenDict])
-def test_containers_with_keys_that_are_no_text(place: Place, kind: Any):
-    tree = {"x": kind({True: jnp.ones(2), False: jnp.zeros(3)})}
-    for restored in round_trips(place / "c", tree):
-        assert type(restored["x"]) is kind
-        assert {type(key) for key in restored["x"]} == {bool}
-        assert restored["x"][True].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("factory", [list, int, dict, None])
-def test_a_defaultdict_stays_one(place: Place, factory: Any):
-    tree = {"seen": defaultdict(factory, {True: 1, 2: jnp.ones(2)})}
-    for restored in round_trips(place / "c", tree):
-        assert type(restored["seen"]) is defaultdict
-        assert restored["seen"].default_factory is factory
-        assert list(restored["seen"]) == [True, 2]
-
-
-def test_a_defaultdict_with_a_function_is_refused(place: Place):
-    with pytest.raises(InvalidTree, match=r"defaultdict at 'a/b' has the default_factory .*dict\("):
-        ostraka.save(place / "c", {"a": {"b": defaultdict(lambda: 1)}})
-    with pytest.raises(InvalidTree, match="leaf 'a' is a collections.Counter"):
-        ostraka.save(place / "c", {"a": Counter("xy")})
+def test_a_defaultdict_stays_one(tmp_path: Path):
+    tree = {str(f): defaultdict(f, {True: 1, 2: jnp.ones(2)}) for f in (list, int, dict, None)}
+    for restored in round_trips(tmp_path / "c", tree):
+        for name, found in restored.items():
+            assert type(found) is defaultdict
+            assert found.default_factory is tree[name].default_factory
+            assert list(found) == [True, 2]
 
 
 # Statics
@@ -131,24 +64,21 @@ class Settings:
     other: Any = struct.field(pytree_node=False, default=None)
 
 
-def test_statics_come_back(place: Place):
-    for restored in round_trips(place / "c", {"a": [Settings(jnp.ones(2))]}):
+def test_statics_come_back(tmp_path: Path):
+    for restored in round_trips(tmp_path / "c", {"a": [Settings(jnp.ones(2))]}):
         found = restored["a"][0]
         assert type(found) is Settings
         assert [type(x) for x in (found.mode, found.name, found.rate)] == [Mode, Name, np.float32]
         assert (found.mode, found.name, found.shape) == (Mode.FAST, Name.ADAM, (1, ("a", None)))
 
 
-@pytest.mark.parametrize(
-    "static",
-    [len, object(), jnp.float32, {1}, lambda: 1],
-    ids=["function", "object", "class", "set", "lambda"],
-)
-def test_a_static_that_can_not_be_written_is_kept_by_the_template(place: Place, static: Any):
-    state = Settings(jnp.ones(2), other=static)
-    plain, like = round_trips(place / "c", {"a": state})
-    assert like["a"].other is static
-    assert list(plain["a"]) == ["weight"]
+def test_a_static_that_can_not_be_written_is_kept_by_the_template(tmp_path: Path):
+    statics = {"f": len, "o": object(), "class": jnp.float32, "set": {1}, "lambda": lambda: 1}
+    tree = {name: Settings(jnp.ones(2), other=static) for name, static in statics.items()}
+    plain, like = round_trips(tmp_path / "c", tree)
+    for name, static in statics.items():
+        assert like[name].other is static
+        assert list(plain[name]) == ["weight"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +112,8 @@ def make_layer(size: int) -> Layer:
     return put_together(size, [jnp.ones(size), jnp.zeros(size)])
 
 
-def test_constructors_are_not_called(place: Place):
-    for restored in round_trips(place / "c", {"layer": make_layer(3)}):
+def test_constructors_are_not_called(tmp_path: Path):
+    for restored in round_trips(tmp_path / "c", {"layer": make_layer(3)}):
         assert type(restored["layer"]) is Layer
         assert restored["layer"].size == 3
         assert restored["layer"].weight.tolist() == [1, 1, 1]
@@ -192,7 +122,7 @@ import sys
 import ostraka
 print(sorted(ostraka.restore(sys.argv[1] + "/c")["layer"]))
 """
-    assert run_quietly(elsewhere, place) == "['bias', 'weight']\n"
+    assert run_quietly(elsewhere, tmp_path) == "['bias', 'weight']\n"
 
 
 # Functions and structure
@@ -228,44 +158,39 @@ class Block:
         return cls(*parts)
 
 
-def test_functions_of_a_class_are_left_to_the_template(place: Place):
+def test_functions_of_a_class_are_left_to_the_template(tmp_path: Path):
     nested = {"inner": [jnp.zeros(1), jax.jit(jnp.sin)]}
     tree = {"block": Block(jnp.ones(2), jax.nn.relu), "more": Block(nested, make_model)}
-    ostraka.save(place / "c", tree)
-    assert ostraka.verify(place / "c").ok
+    ostraka.save(tmp_path / "c", tree)
+    assert ostraka.verify(tmp_path / "c").ok
     for restored in (
-        ostraka.restore(place / "c", like=tree),
-        ostraka.restore(place / "c", into=tree),
+        ostraka.restore(tmp_path / "c", like=tree),
+        ostraka.restore(tmp_path / "c", into=tree),
     ):
         assert restored["block"].activation is jax.nn.relu
         assert restored["more"].activation is make_model
         assert restored["more"].weight["inner"][1] is nested["inner"][1]
     with pytest.warns(PartialRestore, match=r"left out 3 leaves whose value is a function \('bl"):
-        restored = ostraka.restore(place / "c")
+        restored = ostraka.restore(tmp_path / "c")
     assert set(restored["block"]) == {"weight"}
     with pytest.raises(
         Mismatch, match=r"'block/activation': the checkpoint has the function .*rel"
     ):
-        ostraka.restore(place / "c", like={**tree, "block": Block(jnp.ones(2), 3)})
+        ostraka.restore(tmp_path / "c", like={**tree, "block": Block(jnp.ones(2), 3)})
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: TrainState.create(apply_fn=make_model, params=jnp.ones(2), tx=optax.adam(1e-3)),
-        lambda: (jnp.ones(2), optax.inject_hyperparams(optax.adam)(1e-3).init(jnp.ones(2))),
-        lambda: jax.tree_util.Partial(train, jnp.ones(2)),
-        lambda: Activated(jax.nn.relu),
-        lambda: nnx.Optimizer(Activated(make_model), optax.adam(1e-3), wrt=nnx.Param),
-        lambda: nnx.split(Activated(make_model)),
-        lambda: Settings({"f": make_model}, other=make_model),
-    ],
-    ids=["TrainState", "injected", "Partial", "module", "optimizer", "split", "struct"],
-)
-def test_structures_that_hold_functions_are_saved(place: Place, make: Any):
-    tree = {"state": make(), "w": jnp.ones(1)}
-    ostraka.save(place / "c", tree)
-    restored = ostraka.restore(place / "c", like=tree)
+def test_structures_that_hold_functions_are_saved(tmp_path: Path):
+    tree = {
+        "train state": TrainState.create(apply_fn=train, params=jnp.ones(2), tx=optax.adam(1e-3)),
+        "injected": optax.inject_hyperparams(optax.adam)(1e-3).init(jnp.ones(2)),
+        "partial": jax.tree_util.Partial(train, jnp.ones(2)),
+        "module": Activated(jax.nn.relu),
+        "optimizer": nnx.Optimizer(Activated(make_model), optax.adam(1e-3), wrt=nnx.Param),
+        "split": nnx.split(Activated(make_model)),
+        "struct": Settings({"f": make_model}, other=make_model),
+    }
+    ostraka.save(tmp_path / "c", tree)
+    restored = ostraka.restore(tmp_path / "c", like=tree)
     assert jax.tree.structure(restored) == jax.tree.structure(tree)
 
 
@@ -372,134 +297,48 @@ def test_a_tree_without_values_is_refused(tmp_path: Path):
     ],
     ids=["array", "number", "text", "EmptyState", "static", "root"],
 )
-def test_empty_branches_are_kept_beside_a_value(place: Place, tree: Any):
-    for restored in round_trips(place / "c", tree):
+def test_empty_branches_are_kept_beside_a_value(tmp_path: Path, tree: Any):
+    for restored in round_trips(tmp_path / "c", tree):
         assert jax.tree.structure(restored) == jax.tree.structure(tree)
 
 
-def test_a_function_in_a_template_is_no_value_to_keep(place: Place):
-    ostraka.save(place / "c", {"params": {"w": jnp.ones(2)}, "step": 3})
-    for like in (make_model, {"model": make_model, "step": 0}, {"params": make_model, "step": 0}):
-        for given in ({"like": like}, {"into": like}):
-            options: dict[str, Any] = given
-            with pytest.raises(Mismatch, match=r"did you mean make_model\(\)\?"):
-                ostraka.restore(place / "c", **options)
-    with pytest.raises(Mismatch, match=r"'opt' is a named tuple of.*did you mean tx.init\(par"):
-        ostraka.restore(place / "c", like={"step": 0, "opt": optax.adam(1e-3)})
-    with pytest.warns(PartialRestore, match=r"kept 1 leaf whose value is a function \('model'\)"):
-        ostraka.restore(place / "c", like={"model": make_model, "step": 0}, strict=False)
-    found = ostraka.restore(place / "c", like={"model": make_model, "step": 0}, only="step")
-    assert found == {"model": make_model, "step": 3}
-
-
-def test_a_template_that_has_nothing_of_the_checkpoint(place: Place):
-    state = optax.sgd(1e-3).init(jnp.ones(2))
-    ostraka.save(place / "c", {"params": jnp.ones(2), "opt": state})
-    for like in ({}, {"model": {}}):
-        with pytest.raises(Mismatch, match="'params' is in the checkpoint but not in `like`"):
-            ostraka.restore(place / "c", like=like)
-    assert ostraka.restore(place / "c", like={"opt": state}) == {"opt": state}
-
-
-def test_a_graphdef_is_left_to_the_template_and_never_lost_silently(place: Place):
+def test_a_graphdef_is_left_to_the_template(tmp_path: Path):
     graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     tree = {"graphdef": graphdef, "state": state}
-    ostraka.save(place / "c", tree)
-    assert ostraka.restore(place / "c", like=tree)["graphdef"] == graphdef
-    with pytest.raises(Mismatch, match=r"'graphdef': it is a .*GraphDef, .* only='!graphdef'"):
-        ostraka.restore(place / "c")
-    assert list(ostraka.restore(place / "c", only="!graphdef")) == ["state"]
+    ostraka.save(tmp_path / "c", tree)
+    assert ostraka.restore(tmp_path / "c", like=tree)["graphdef"] == graphdef
 
 
-# Refused at once, and nothing is written
+# At the edges
 
 
-def deep(levels: int) -> Any:
-    tree: Any = jnp.ones(1)
-    for _ in range(levels):
-        tree = {"k": tree}
-    return tree
-
-
-def circle() -> Any:
-    tree: dict[str, Any] = {}
-    tree["a"] = [tree]
-    return tree
-
-
-class Mine(np.ndarray):
-    pass
-
-
-def unreduced() -> Any:
-    mesh = jax.make_mesh((8,), ("x",))
-    with jax.set_mesh(mesh):
-        array = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "x")))
-        other = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("x", None)))
-
-        @jax.jit
-        def product(a: Any, b: Any) -> Any:
-            return jnp.einsum(
-                "ab,bc->ac", a, b, out_sharding=P(None, None, unreduced=frozenset({"x"}))
-            )
-
-        return product(array, other)
-
-
-def on_odd_axes() -> Any:
-    mesh = jax.make_mesh((1, 2), (1, "1"), devices=jax.devices()[:2])  # pyright: ignore
-    return jax.device_put(jnp.ones(2), NamedSharding(mesh, P("1")))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: deep(330), "more than 200 containers deep at 'k/k/k"),
-        (circle, "does one of them contain itself"),
-        (lambda: {"a": {10**5000: 1}}, "the container at 'a' has a key, which can't be written"),
-        (lambda: {"a": np.zeros((1,) * 64)}, "leaf 'a' has 64 dimensions"),
-        (lambda: {"a": [np.zeros(2).view(Mine)]}, "leaf 'a/0' is a test_restorable.Mine"),
-        (lambda: {"a": np.zeros(2).view(np.recarray)}, "leaf 'a' is a numpy.*recarray"),
-        (lambda: {"a": on_odd_axes()}, "leaf 'a' is on a mesh with the axis 1"),
-        (lambda: {"a": unreduced()}, "leaf 'a' has the spec .*unreduced"),
-        (lambda: {"a": nnx.Linear}, "the class Linear itself at 'a'"),
-        (lambda: nnx.Linear, "the class Linear itself at '.'"),
-        (lambda: {"a": {frozenset(): 1}}, "the container at 'a' has the key frozenset"),
-    ],
-)
-def test_what_could_not_come_back_is_refused_at_once(place: Place, make: Any, message: str):
-    tree = make()
-    for save in (ostraka.save, ostraka.save_async):
-        with pytest.raises(InvalidTree, match=message):
-            save(place / "c", tree)
-    assert not (place / "c").exists()
-
-
-def test_metadata_of_a_variable_with_any_number(place: Place):
+def test_metadata_of_a_variable_with_any_number(tmp_path: Path):
     param = nnx.Param(jnp.ones(2), range=(0.0, float("nan")), tag=Mode.FAST, also=[1, "x"])
-    ostraka.save(place / "c", param)
-    again = ostraka.restore(place / "c", as_state=True)
+    ostraka.save(tmp_path / "c", param)
+    again = ostraka.restore(tmp_path / "c", as_state=True)
     assert repr(again.range) == "(0.0, nan)"
     assert (again.tag, again.also) == (Mode.FAST, [1, "x"])
 
 
-def test_a_tree_as_deep_as_can_be_is_read_from_a_deep_stack(place: Place):
-    ostraka.save(place / "c", deep(199))
+def test_a_tree_as_deep_as_can_be_is_read_from_a_deep_stack(tmp_path: Path):
+    tree: Any = jnp.ones(1)
+    for _ in range(199):
+        tree = {"k": tree}
+    ostraka.save(tmp_path / "c", tree)
 
     def at_depth(depth: int) -> Any:
-        return ostraka.open(place / "c") if depth == 0 else at_depth(depth - 1)
+        return ostraka.open(tmp_path / "c") if depth == 0 else at_depth(depth - 1)
 
-    room = sys.getrecursionlimit() - 500
-    assert len(at_depth(room)) == 1
+    assert len(at_depth(sys.getrecursionlimit() - 500)) == 1
 
 
 # In place
 
 
-def test_into_takes_any_tree(place: Place):
+def test_into_takes_any_tree(tmp_path: Path):
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     tree = {"model": model, "step": 7, "key": jax.random.key(3), "n": np.arange(2), "t": (1.5,)}
-    ostraka.save(place / "c", tree)
+    ostraka.save(tmp_path / "c", tree)
     other = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
     given = {
         "model": other,
@@ -508,14 +347,14 @@ def test_into_takes_any_tree(place: Place):
         "n": np.zeros(2, int),
         "t": (0.0,),
     }
-    restored = ostraka.restore(place / "c", into=given)
+    restored = ostraka.restore(tmp_path / "c", into=given)
     assert restored["model"] is other
     assert jnp.array_equal(other.kernel[...], model.kernel[...])
     assert (restored["step"], restored["t"]) == (7, (1.5,))
     assert restored["n"].tolist() == [0, 1]
     assert jnp.array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(tree["key"]))
     assert restored is given
-    only = ostraka.restore(place / "c", into={**given, "step": -1}, only="!step")
+    only = ostraka.restore(tmp_path / "c", into={**given, "step": -1}, only="!step")
     assert only["step"] == -1
 
 
@@ -525,45 +364,18 @@ class WithTuple(nnx.Module):
         self.table = nnx.data((jnp.full(2, value),))
 
 
-def test_into_refuses_before_it_changes_anything(place: Place):
-    ostraka.save(place / "c", {"a": nnx.Param(jnp.zeros(2)), "m": WithTuple(0.0)})
+def test_into_refuses_before_it_changes_anything(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"a": nnx.Param(jnp.zeros(2)), "m": WithTuple(0.0)})
     first, module = nnx.Param(jnp.ones(2)), WithTuple(1.0)
     with pytest.raises(InvalidTree, match="into= can't change the object at 'm' in place"):
-        ostraka.restore(place / "c", into={"a": first, "m": module})
+        ostraka.restore(tmp_path / "c", into={"a": first, "m": module})
     assert first[...].tolist() == [1, 1]
     assert module.kernel[...].tolist() == [1, 1]
-    restored = ostraka.restore(place / "c", like={"m": module})["m"]
+    restored = ostraka.restore(tmp_path / "c", like={"m": module})["m"]
     assert restored.table[0].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("like", [nnx.Linear, [nnx.Linear], {"a": 3}, 7])
-def test_a_wrong_template_is_an_error_of_ours(place: Place, like: Any):
-    ostraka.save(place / "c", nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    with pytest.raises(OstrakaError, match=r"(class Linear itself|does not fit)"):
-        ostraka.restore(place / "c", like=like)
-
-
 # What a template asks for beyond shape, dtype and sharding
-
-
-@struct.dataclass
-class Schedule:
-    weights: Any
-    rate: float = struct.field(pytree_node=False, default=0.1)
-    apply: Any = struct.field(pytree_node=False, default=None)
-
-
-def test_a_static_field_that_differs_is_reported(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"state": Schedule(jnp.ones(2), 0.1, jnp.sin), "x": 1})
-    like = {"state": Schedule(jnp.zeros(2), 0.2, jnp.cos), "x": 0}
-    with pytest.warns(PartialRestore, match=r"'state/rate' stays 0.2 \(saved: 0.1\)"):
-        restored = ostraka.restore(tmp_path / "c", like=like)
-    assert restored["state"].rate == 0.2
-    with pytest.warns(PartialRestore, match="'state/rate' stays 0.2"):
-        ostraka.restore(tmp_path / "c", like={"state": like["state"]})
-    # Equal ones, and those of parts that are not restored, are not reported.
-    ostraka.restore(tmp_path / "c", like={"state": Schedule(jnp.zeros(2), 0.1)})
-    ostraka.restore(tmp_path / "c", like=like, only="x")
 
 
 @pytest.mark.parametrize("abstract", [False, True], ids=["array", "abstract"])
@@ -603,10 +415,3 @@ def test_the_byte_order_of_a_template_is_kept(tmp_path: Path):
     assert restored["s"] == 1
     # Without a template the values come back in the byte order of this machine.
     assert ostraka.restore(tmp_path / "c")["a"].dtype == np.dtype("float32")
-
-
-def test_a_mismatch_names_into(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"w": nnx.Param(jnp.ones(2)), "old": 1})
-    into = {"w": nnx.Param(jnp.ones(3)), "old": 1}
-    with pytest.raises(Mismatch, match=r"^`into` does not fit .*`into` has \(3,\)$"):
-        ostraka.restore(tmp_path / "c", into=into)

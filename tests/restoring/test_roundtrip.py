@@ -8,12 +8,10 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -26,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka import sharding as sharding_helpers
 from ostraka.common.dtypes import DTYPES, numpy_dtype
-from ostraka.errors import CheckpointNotFound, InvalidSharding, InvalidTree, Mismatch
+from ostraka.errors import CheckpointNotFound, InvalidTree, Mismatch
 from ostraka.storage import open_store
 
 # Shardings
@@ -185,9 +183,9 @@ def clear(place):
         store.delete(name)
 
 
-@pytest.fixture(params=["memory", "bucket"])
-def place(request):
-    made = new_memory() if request.param == "memory" else request.getfixturevalue("bucket")
+@pytest.fixture
+def place():
+    made = new_memory()
     yield made
     clear(made)
 
@@ -202,21 +200,22 @@ def abstract(values, sharding):
 # Source × destination
 
 
-FROM_EACH = [
-    *(("memory", source) for source in SHARDINGS),
-    *(("bucket", source) for source in SHARDINGS),
-]
-# In a bucket each sharding is once a source and once a destination.
-FROM_EACH_TO_EACH = [
-    *(("memory", *pair) for pair in itertools.product(SHARDINGS, SHARDINGS)),
-    *(
-        ("bucket", source, list(SHARDINGS)[(5 * number + 3) % len(SHARDINGS)])
-        for number, source in enumerate(SHARDINGS)
-    ),
+NAMES = list(SHARDINGS)
+
+
+def steps_on(number: int, steps: int) -> tuple[str, str]:
+    return NAMES[number], NAMES[(number + steps) % len(NAMES)]
+
+
+# Each sharding goes to itself and to those 1, 4 and 9 further on: 56 of 196 pairs. The property
+# below draws from all pairs. In a bucket there are five.
+PAIRS = [
+    *(("memory", *steps_on(n, steps)) for n in range(len(NAMES)) for steps in (0, 1, 4, 9)),
+    *(("bucket", *steps_on(n, 3)) for n in range(0, len(NAMES), 3)),
 ]
 
 
-@pytest.mark.parametrize(("where", "source", "destination"), FROM_EACH_TO_EACH)
+@pytest.mark.parametrize(("where", "source", "destination"), PAIRS)
 def test_every_dtype_from_any_sharding_to_any_other(saved, values, where, source, destination):
     sharding = SHARDINGS[destination]()
     with jax.enable_x64(True):
@@ -226,11 +225,11 @@ def test_every_dtype_from_any_sharding_to_any_other(saved, values, where, source
         assert_placed(found[key], value, fit(sharding, value.shape))
 
 
-@pytest.mark.parametrize(("where", "source"), FROM_EACH)
-def test_without_a_template_arrays_go_back_where_they_were(saved, values, where, source):
+@pytest.mark.parametrize("source", SHARDINGS)
+def test_without_a_template_arrays_go_back_where_they_were(saved, values, source):
     sharding = SHARDINGS[source]()
     with jax.enable_x64(True):
-        found = ostraka.restore(saved(where, source))
+        found = ostraka.restore(saved("memory", source))
     assert list(found) == list(values)
     for key, value in values.items():
         kept = fit(sharding, value.shape)
@@ -241,10 +240,10 @@ def test_without_a_template_arrays_go_back_where_they_were(saved, values, where,
         assert_placed(found[key], value, found[key].sharding)
 
 
-@pytest.mark.parametrize(("where", "source"), FROM_EACH)
-def test_as_numpy_arrays(saved, values, where, source):
+@pytest.mark.parametrize("source", SHARDINGS)
+def test_as_numpy_arrays(saved, values, source):
     like = {k: np.empty_like(v) for k, v in values.items()}
-    found = ostraka.restore(saved(where, source), like=like)
+    found = ostraka.restore(saved("memory", source), like=like)
     for key, value in values.items():
         assert type(found[key]) is np.ndarray
         assert found[key].flags.writeable
@@ -252,13 +251,7 @@ def test_as_numpy_arrays(saved, values, where, source):
 
 
 @pytest.mark.parametrize(
-    ("where", "source"),
-    [
-        ("memory", "4x2"),
-        ("memory", "permuted 2x4"),
-        ("memory", "single device"),
-        ("bucket", "permuted 2x4"),
-    ],
+    ("where", "source"), [("memory", "4x2"), ("memory", "single device"), ("bucket", NAMES[0])]
 )
 def test_verify_and_lazy_reading_agree(saved, values, where, source):
     place = saved(where, source)
@@ -272,8 +265,7 @@ def test_verify_and_lazy_reading_agree(saved, values, where, source):
             assert_bits(checkpoint[key][::2, ::-1], value[::2, ::-1])
 
 
-@pytest.mark.parametrize("where", ["memory", "bucket"])
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
     source=st.sampled_from(sorted(SHARDINGS)),
     destination=st.sampled_from(sorted(SHARDINGS)),
@@ -287,8 +279,8 @@ def test_verify_and_lazy_reading_agree(saved, values, where, source):
     ),
     cap=st.sampled_from([8192, 20_000, 1 << 32]),
 )
-def test_any_shapes_and_any_file_size(new_bucket, where, source, destination, leaves, cap):
-    place = new_memory() if where == "memory" else str(new_bucket("moto"))
+def test_any_shapes_and_any_file_size(source, destination, leaves, cap):
+    place = new_memory()
     sharding = SHARDINGS[source]()
     arrays = [random_bits(name, shape, seed) for seed, (name, shape) in enumerate(leaves)]
     tree = [jax.device_put(array, fit(sharding, array.shape)) for array in arrays]
@@ -344,19 +336,13 @@ def large(tmp_path_factory, new_bucket):
 @pytest.mark.parametrize(
     ("where", "source", "destination"),
     [
-        ("disk", "single device", "explicit 8 by columns"),
         ("disk", "single device", "8 by rows"),
-        ("disk", "single device", "numpy"),
         ("disk", "8 by rows", "explicit 8 by columns"),
-        ("disk", "8 by rows", "4x2"),
         ("disk", "8 by rows", "4x2 replicated"),
-        ("disk", "explicit 8 by columns", "8 by rows"),
         ("disk", "explicit 8 by columns", "numpy"),
         ("disk", "explicit 8 by columns", "single device"),
         ("disk", "4x2 replicated", "4x2"),
-        ("disk", "4x2 replicated", "explicit 8 by columns"),
         ("disk", "4x2", "explicit 8 by columns"),
-        ("disk", "4x2", "4x2"),
         *((server, "8 by rows", "explicit 8 by columns") for server in SERVERS),
         *((server, "4x2 replicated", "4x2") for server in SERVERS),
         ("seaweed", "single device", "numpy"),
@@ -377,25 +363,17 @@ def test_large_arrays(large, where, source, destination):
 
 
 @pytest.mark.parametrize("where", ["disk", *SERVERS])
-def test_small_files_are_small(large, where):
-    _, save = large
-    files = list(save(where, "4x2 replicated").rglob("*.safetensors"))
-    assert len(files) > 8
-    assert max(file.stat().st_size for file in files) <= 5 << 20
-
-
-@pytest.mark.parametrize(
-    ("where", "sources"),
-    [("disk", LARGE), *((server, ["8 by rows", "4x2 replicated"]) for server in SERVERS)],
-)
-def test_parts_of_large_arrays_are_read_lazily(large, where, sources):
+def test_parts_of_large_arrays_are_read_lazily_and_small_files_are_small(large, where):
     values, save = large
-    for source in sources:
+    for source in LARGE if where == "disk" else ["8 by rows", "4x2 replicated"]:
         checkpoint = ostraka.open(save(where, source))
         rows = values["boxes above 16 MiB"]
         assert_bits(checkpoint["boxes above 16 MiB"][1000:1100, ::7], rows[1000:1100, ::7])
         assert_bits(checkpoint["packed"][-3:, 17:3001], values["packed"][-3:, 17:3001])
         assert_bits(checkpoint["odd"][2_499_999:], values["odd"][2_499_999:])
+    files = list(save(where, "4x2 replicated").rglob("*.safetensors"))
+    assert len(files) > 8
+    assert max(file.stat().st_size for file in files) <= 5 << 20
 
 
 # PRNG keys
@@ -432,39 +410,18 @@ KEY_SHARDINGS = ["single device", "4x2", "explicit 2x4", "permuted 2x4", "4x2 re
 
 
 @pytest.mark.parametrize(
-    ("source", "destination"), [*itertools.permutations(KEY_SHARDINGS, 2), ("4x2", "4x2")]
+    ("source", "destination"), [*itertools.pairwise([*KEY_SHARDINGS, "4x2", "4x2"])]
 )
 def test_keys_from_any_sharding_to_any_other(place, source, destination):
-    keys = key_trees(SHARDINGS[source]())
-    ostraka.save(place, keys)
-    wanted = SHARDINGS[destination]()
-    assert_keys(ostraka.restore(place, like=key_trees(wanted)), keys, wanted)
-    shapes = {
-        name: jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=fit(wanted, key.shape))
-        for name, key in keys.items()
-    }
-    assert_keys(ostraka.restore(place, like=shapes), keys, wanted)
-
-
-@pytest.mark.parametrize("source", KEY_SHARDINGS)
-def test_keys_without_a_template(place, source):
-    sharding = SHARDINGS[source]()
+    sharding, wanted = SHARDINGS[source](), SHARDINGS[destination]()
     keys = key_trees(sharding)
     ostraka.save(place, keys)
+    assert_keys(ostraka.restore(place, like=key_trees(wanted)), keys, wanted)
+    assert_keys(ostraka.restore(place, like=abstract(keys, wanted)), keys, wanted)
     found = ostraka.restore(place)
     assert_keys(found, keys, sharding)
     draws = [jax.random.normal(tree["threefry"], (4,)) for tree in (keys, found)]
     assert_bits(np.asarray(draws[1]), np.asarray(draws[0]))
-
-
-def test_keys_are_not_their_data(place):
-    ostraka.save(place, {"k": jax.random.key(0)})
-    with pytest.raises(Mismatch, match="saved as a threefry2x32 key, `like` has uint32"):
-        ostraka.restore(place, like={"k": np.zeros(2, np.uint32)})
-    with pytest.raises(Mismatch, match="saved as a threefry2x32 key, `like` has a rbg key"):
-        ostraka.restore(place, like={"k": jax.random.key(0, impl="rbg")})
-    with pytest.raises(Mismatch, match=r"keys of shape \(\), `like` has \(2,\)"):
-        ostraka.restore(place, like={"k": jax.random.split(jax.random.key(0))})
 
 
 def test_raw_keys_are_plain_arrays(place):
@@ -476,21 +433,18 @@ def test_raw_keys_are_plain_arrays(place):
 # numpy
 
 
-@pytest.mark.parametrize("name", sorted(DTYPES))
-def test_numpy_arrays_of_every_dtype(place, name):
-    array = random_bits(name, (5, 7))
-    scalar = array[2, 3]
-    ostraka.save(place, {"array": array, "scalar": scalar, "0-d": np.array(scalar)})
-    for found in (
-        ostraka.restore(place),
-        ostraka.restore(place, like={"array": array, "scalar": scalar, "0-d": np.array(scalar)}),
-    ):
-        assert type(found["array"]) is np.ndarray
-        assert type(found["0-d"]) is np.ndarray
-        assert type(found["scalar"]) is type(scalar)
-        assert_bits(found["array"], array)
-        assert_bits(found["0-d"], np.array(scalar))
-        assert_bits(np.array(found["scalar"]), np.array(scalar))
+def test_numpy_arrays_of_every_dtype(place):
+    arrays = {name: random_bits(name, (5, 7)) for name in DTYPES}
+    tree = {
+        name: {"array": array, "scalar": array[2, 3], "0-d": np.array(array[2, 3])}
+        for name, array in arrays.items()
+    }
+    ostraka.save(place, tree)
+    for found in (ostraka.restore(place), ostraka.restore(place, like=tree)):
+        for name, expected in tree.items():
+            for kind, value in expected.items():
+                assert type(found[name][kind]) is type(value), name
+                assert_bits(np.array(found[name][kind]), np.array(value))
 
 
 def test_numpy_arrays_in_any_memory_order(place):
@@ -502,6 +456,8 @@ def test_numpy_arrays_in_any_memory_order(place):
         "broadcast": np.broadcast_to(array[0, 0], (3, 4, 10)),
         "read-only": np.frombuffer(array.tobytes(), np.float32),
         "packed strided": random_bits("int4", (9, 9))[::2, ::3],
+        "large transposed": (large := random_bits("uint16", (3000, 7001))).T,
+        "large strided": large[::-1, 1::2],
     }
     ostraka.save(place, views)
     found = ostraka.restore(place)
@@ -509,27 +465,22 @@ def test_numpy_arrays_in_any_memory_order(place):
         assert_bits(found[key], np.ascontiguousarray(view))
 
 
-def test_a_large_numpy_array_in_any_memory_order(place):
-    array = random_bits("uint16", (3000, 7001))
-    ostraka.save(place, {"t": array.T, "s": array[::-1, 1::2]})
-    found = ostraka.restore(place)
-    assert_bits(found["t"], np.ascontiguousarray(array.T))
-    assert_bits(found["s"], np.ascontiguousarray(array[::-1, 1::2]))
-
-
-@pytest.mark.parametrize("dtype", [">f8", ">f4", ">i2", ">u8", ">c16", ">f2"])
-def test_big_endian_arrays_keep_their_values(place, dtype):
-    native = np.arange(-3, 9).reshape(3, 4).astype(np.dtype(dtype).newbyteorder("="))
-    swapped = native.astype(dtype)
-    ostraka.save(place, {"a": swapped, "s": swapped[1, 1], "view": swapped.T})
-    found = ostraka.restore(place)
-    assert_bits(found["a"], native)
-    assert_bits(found["view"], np.ascontiguousarray(native.T))
-    assert found["s"] == native[1, 1]
-    like = {"a": swapped, "s": native[0, 0], "view": native.T}
-    found = ostraka.restore(place, like=like)
-    assert_bits(found["a"], swapped)
-    assert_bits(found["view"], np.ascontiguousarray(native.T))
+def test_big_endian_arrays_keep_their_values(place):
+    dtypes = [">f8", ">f4", ">i2", ">u8", ">c16", ">f2"]
+    native = {d: np.arange(12).reshape(3, 4).astype(np.dtype(d).newbyteorder("=")) for d in dtypes}
+    swapped = {d: array.astype(d) for d, array in native.items()}
+    tree = {"a": swapped, "s": {d: swapped[d][1, 1] for d in dtypes}}
+    tree["view"] = {d: swapped[d].T for d in dtypes}
+    ostraka.save(place, tree)
+    like = {"a": swapped, "s": tree["s"], "view": {d: native[d].T for d in dtypes}}
+    for found, expected in (
+        (ostraka.restore(place), native),
+        (ostraka.restore(place, like=like), swapped),
+    ):
+        for d in dtypes:
+            assert_bits(found["a"][d], expected[d])
+            assert_bits(found["view"][d], np.ascontiguousarray(native[d].T))
+            assert found["s"][d] == native[d][1, 1]
 
 
 def test_numpy_arrays_are_writable_and_share_nothing(place):
@@ -578,13 +529,97 @@ def example(place):
     return place, tree, mesh
 
 
-def test_a_live_template_gives_types_and_places(example):
-    place, tree, _ = example
-    found = ostraka.restore(place, like=tree)
-    for key in ("w", "s", "one"):
-        assert_placed(found[key], np.asarray(tree[key]), tree[key].sharding)
-    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), tree["b"]["c"].sharding)
-    assert type(found["host"]) is np.ndarray
+def struct(*shape, sharding=None, dtype: Any = np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def placed_cases(tree, mesh):
+    """By case, the options of a restore, and some leaves with their shardings; None: in memory."""
+    permuted = mesh_of((2, 4), ("x", "y"), PERMUTED)
+    explicit = explicit_mesh((2, 4), ("x", "y"))
+    cube = mesh_of((2, 2, 2), ("a", "b", "c"))
+    single = SingleDeviceSharding(jax.devices()[7])
+    both = NamedSharding(mesh, P(("y", "x")))
+    abstract_w = {**tree, "w": struct(8, 16, sharding=NamedSharding(mesh.abstract_mesh, P("y")))}
+    as_numpy = {"w": np.zeros((8, 16), np.float32), "b": {"c": np.zeros(16, np.float32)}}
+    as_jax = {"one": struct(8, dtype=np.int32, sharding=both), "host": struct(8, 4, sharding=both)}
+    branches = {"w": P("a", ("b", "c")), "b": P("c"), "s": None, "one": single, "host": P("a")}
+    leaves = {"w": P(), "b": {"c": P(("a", "c"))}, "s": P(), "one": P("b"), "host": None}
+    own = {"w": tree["w"].sharding, "c": tree["b"]["c"].sharding, "one": tree["one"].sharding}
+    first = SingleDeviceSharding(jax.devices()[0])
+    return {
+        "a live template": ({"like": tree}, {**own, "host": None}),
+        "shapes": ({"like": jax.eval_shape(lambda: tree)}, {**own, "host": first}),
+        "numpy": ({"like": as_numpy}, {"w": None, "c": None}),
+        "jax": ({"like": as_jax}, {"one": both, "host": both}),
+        "saved specs on a mesh": (
+            {"mesh": permuted},
+            {
+                "w": NamedSharding(permuted, P("x", "y")),
+                "c": NamedSharding(permuted, P("y")),
+                "s": NamedSharding(permuted, P()),
+                "one": NamedSharding(permuted, P()),
+                "host": None,
+            },
+        ),
+        "specs of the template on a mesh": (
+            {
+                "like": {**tree, "w": struct(8, 16, sharding=NamedSharding(mesh, P(None, "x")))},
+                "mesh": explicit,
+            },
+            {"w": NamedSharding(explicit, P(None, "x")), "c": NamedSharding(explicit, P("y"))},
+        ),
+        "a template on axes that the mesh lacks": (
+            {"like": {"w": struct(8, 16, sharding=NamedSharding(cube, P("a")))}, "mesh": permuted},
+            {"w": NamedSharding(permuted, P("x", "y"))},
+        ),
+        "an abstract mesh": (
+            {"like": abstract_w, "mesh": mesh},
+            {"w": NamedSharding(mesh, P("y"))},
+        ),
+        "branches": (
+            {"mesh": cube, "specs": branches},
+            {
+                "w": NamedSharding(cube, P("a", ("b", "c"))),
+                "c": NamedSharding(cube, P("c")),
+                "s": NamedSharding(cube, P()),
+                "one": single,
+            },
+        ),
+        "leaves": (
+            {"mesh": cube, "specs": leaves},
+            {"w": NamedSharding(cube, P()), "c": NamedSharding(cube, P(("a", "c")))},
+        ),
+        "specs before the template": (
+            {"like": tree, "mesh": mesh, "specs": {"w": P("y")}},
+            {**own, "w": NamedSharding(mesh, P("y")), "one": NamedSharding(mesh, P())},
+        ),
+        "specs on the template's mesh": (
+            {"like": tree, "specs": {"w": P(None, "x")}},
+            {**own, "w": NamedSharding(mesh, P(None, "x"))},
+        ),
+        "one spec for all": (
+            {"mesh": mesh, "specs": P(None), "only": ["b", "one"]},
+            {"c": NamedSharding(mesh, P(None)), "one": NamedSharding(mesh, P(None))},
+        ),
+    }
+
+
+def test_where_arrays_go(example):
+    place, tree, mesh = example
+    values = {"c": tree["b"]["c"], **tree}
+    for case, (options, expected) in placed_cases(tree, mesh).items():
+        found = ostraka.restore(place, **options)
+        found["c"] = found.get("b", {}).get("c")
+        for name, sharding in expected.items():
+            value = np.asarray(values[name])
+            if sharding is None:
+                assert type(found[name]) is np.ndarray, (case, name)
+                assert_bits(found[name], value)
+            else:
+                assert found[name].sharding.is_equivalent_to(sharding, value.ndim), (case, name)
+                assert getattr(found[name].sharding, "mesh", 0) == getattr(sharding, "mesh", 0)
+                assert_placed(found[name], value, found[name].sharding)
 
 
 def test_a_donated_template_still_says_what_is_wanted(example):
@@ -593,191 +628,15 @@ def test_a_donated_template_still_says_what_is_wanted(example):
     sharding = tree["w"].sharding
     jax.jit(lambda x: x + 1, donate_argnums=0)(tree["w"])
     tree["one"].delete()
-    found = ostraka.restore(place, like=tree)
-    assert_placed(found["w"], expected, sharding)
-
-
-def test_a_template_may_turn_device_arrays_into_host_arrays_and_back(example):
-    place, tree, mesh = example
-    sharding = NamedSharding(mesh, P(("y", "x")))
-    like = {
-        "w": np.zeros((8, 16), np.float32),
-        "b": {"c": np.zeros(16, np.float32)},
-        "s": np.float32(0),
-        "one": jax.ShapeDtypeStruct((8,), np.int32, sharding=sharding),
-        "host": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding),
-    }
-    found = ostraka.restore(place, like=like)
-    assert_bits(found["w"], np.asarray(tree["w"]))
-    assert_bits(found["b"]["c"], np.asarray(tree["b"]["c"]))
-    assert type(found["s"]) is np.float32
-    assert_placed(found["one"], np.asarray(tree["one"]), sharding)
-    assert_placed(found["host"], tree["host"], sharding)
-
-
-def test_shapes_without_a_sharding_go_where_they_were(example):
-    place, tree, _ = example
-    found = ostraka.restore(place, like=jax.eval_shape(lambda: tree))
-    assert found["w"].sharding.is_equivalent_to(tree["w"].sharding, 2)
-    assert found["one"].sharding == tree["one"].sharding
-    assert isinstance(found["host"], jax.Array)
-    assert_placed(found["host"], tree["host"], SingleDeviceSharding(jax.devices()[0]))
+    assert_placed(ostraka.restore(place, like=tree)["w"], expected, sharding)
 
 
 def test_the_default_device_takes_host_arrays(example):
     place, tree, _ = example
-    like = {**tree, "host": jax.ShapeDtypeStruct((8, 4), np.float32)}
     with jax.default_device(jax.devices()[6]):
-        found = ostraka.restore(place, like=like)
+        found = ostraka.restore(place, like={"host": struct(8, 4), "s": np.float32(0)})
     assert_placed(found["host"], tree["host"], SingleDeviceSharding(jax.devices()[6]))
-
-
-def test_a_part_of_several_things(place):
-    tree = {"model": {"w": np.arange(3)}, "optimizer": {"m": np.arange(4)}, "step": 7}
-    ostraka.save(place, tree)
-    found = ostraka.restore(place, like={"model": {"w": np.zeros(3, int)}})
-    assert found.keys() == {"model"}
-    assert_bits(found["model"]["w"], np.arange(3))
-    with pytest.raises(Mismatch, match="'model/w' is in the checkpoint but not in `like`"):
-        ostraka.restore(place, like={"model": {}, "step": 0, "optimizer": {"m": np.zeros(4, int)}})
-
-
-def test_nothing_is_cast_or_reshaped(example):
-    place, tree, _ = example
-    with pytest.raises(Mismatch, match=r"'w': saved with shape \(8, 16\), `like` has \(16, 8\)"):
-        ostraka.restore(place, like={**tree, "w": np.zeros((16, 8), np.float32)})
-    with pytest.raises(Mismatch, match="'w': saved as float32, `like` has bfloat16"):
-        ostraka.restore(place, like={**tree, "w": np.zeros((8, 16), ml_dtypes.bfloat16)})
-
-
-def test_64_bits_are_not_cut_to_32(place):
-    ostraka.save(place, {"a": np.arange(3), "b": np.float64(1.5)})
-    like = {"a": jax.ShapeDtypeStruct((3,), np.int64), "b": 0.0}
-    with pytest.raises(Mismatch, match="'a': saved as int64, which JAX would cut to 32 bits"):
-        ostraka.restore(place, like=like)
-    with jax.enable_x64(True):
-        assert ostraka.restore(place, like=like)["a"].dtype == np.int64
-
-
-# mesh= and specs=
-
-
-def test_saved_specs_go_onto_another_mesh(example):
-    place, tree, _ = example
-    mesh = mesh_of((2, 4), ("x", "y"), PERMUTED)
-    found = ostraka.restore(place, mesh=mesh)
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("x", "y")))
-    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), NamedSharding(mesh, P("y")))
-    assert_placed(found["s"], np.asarray(tree["s"]), NamedSharding(mesh, P()))
-    assert found["one"].sharding.is_equivalent_to(NamedSharding(mesh, P()), 1)
-    assert type(found["host"]) is np.ndarray
-
-
-def test_specs_of_the_template_go_onto_another_mesh(example):
-    place, tree, mesh = example
-    other = explicit_mesh((2, 4), ("x", "y"))
-    like = {
-        **tree,
-        "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(mesh, P(None, "x"))),
-    }
-    found = ostraka.restore(place, like=like, mesh=other)
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(other, P(None, "x")))
-    assert found["b"]["c"].sharding == NamedSharding(other, P("y"))
-
-
-def test_an_abstract_mesh_is_bound_to_the_one_that_is_given(example):
-    place, tree, mesh = example
-    named = NamedSharding(mesh.abstract_mesh, P("y", "x"))
-    like = {**tree, "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=named)}
-    found = ostraka.restore(place, like=like, mesh=mesh)
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("y", "x")))
-    with pytest.raises(
-        Mismatch, match="leaf 'w' .*abstract mesh, which has no devices: pass mesh="
-    ):
-        ostraka.restore(place, like=like)
-
-
-def test_one_spec_for_all(place):
-    mesh = mesh_of((4, 2), ("x", "y"))
-    values = {"a": random_bits("float32", (8, 3)), "b": [random_bits("int8", (16,))]}
-    ostraka.save(place, jax.device_put(values, jax.devices()[0]))
-    found = ostraka.restore(place, mesh=mesh, specs=P("x"))
-    assert_placed(found["a"], values["a"], NamedSharding(mesh, P("x")))
-    assert_placed(found["b"][0], values["b"][0], NamedSharding(mesh, P("x")))
-
-
-def test_specs_for_branches_and_for_leaves(example):
-    place, tree, _ = example
-    mesh = mesh_of((2, 2, 2), ("a", "b", "c"))
-    single = SingleDeviceSharding(jax.devices()[7])
-    specs = {"w": P("a", ("b", "c")), "b": P("c"), "s": None, "one": single, "host": P("a")}
-    found = ostraka.restore(place, mesh=mesh, specs=specs)
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("a", ("b", "c"))))
-    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), NamedSharding(mesh, P("c")))
-    assert found["s"].sharding.is_equivalent_to(NamedSharding(mesh, P()), 0)
-    assert_placed(found["one"], np.asarray(tree["one"]), single)
-    full = {"w": P(), "b": {"c": P(("a", "c"))}, "s": P(), "one": P("b"), "host": None}
-    found = ostraka.restore(place, mesh=mesh, specs=full)
-    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), NamedSharding(mesh, P(("a", "c"))))
-
-
-def test_specs_are_stronger_than_the_template(example):
-    place, tree, mesh = example
-    found = ostraka.restore(place, like=tree, mesh=mesh, specs={"w": P("y")})
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("y")))
-    assert found["b"]["c"].sharding.is_equivalent_to(tree["b"]["c"].sharding, 1)
-    found = ostraka.restore(place, like=tree, specs={"w": P(None, "x")})
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P(None, "x")))
-
-
-@pytest.mark.parametrize(
-    ("specs", "sentence"),
-    [
-        ({"w": P("z")}, "leaf 'w', dimension 0: the mesh .*has no axis 'z'"),
-        ({"w": P("x", "x")}, "leaf 'w', dimension 1: axis 'x' is used twice"),
-        ({"w": P(("x", "x"))}, "leaf 'w', dimension 0: axis 'x' is used twice"),
-        ({"w": P(None, None, "x")}, "leaf 'w' has 2 dimensions .* has 3 entries"),
-        ({"one": P("x", None)}, "leaf 'one' has 1 dimensions .* has 2 entries"),
-        ({"s": P("x")}, r"leaf 's' has 0 dimensions \(\)"),
-        ({"v": P("x")}, "specs has 'v', which is no leaf"),
-        ({"b": {"d": P("x")}}, "specs has 'b/d', which is no leaf"),
-    ],
-)
-def test_specs_that_do_not_fit_are_named(example, specs, sentence):
-    place, tree, mesh = example
-    with pytest.raises(Mismatch, match=sentence):
-        ostraka.restore(place, mesh=mesh, specs=specs)
-    with pytest.raises(Mismatch, match=sentence):
-        ostraka.restore(place, like=tree, mesh=mesh, specs=specs)
-
-
-def test_sizes_that_do_not_divide_are_named(place):
-    mesh = mesh_of((4, 2), ("x", "y"))
-    ostraka.save(place, {"w": jnp.zeros((6, 3))})
-    sentence = "leaf 'w', dimension 0: 6 elements do not divide into 4 parts along x"
-    with pytest.raises(Mismatch, match=sentence):
-        ostraka.restore(place, mesh=mesh, specs=P("x"))
-    ostraka.save(place, {"w": jax.device_put(np.zeros((4, 3)), NamedSharding(mesh, P("x")))})
-    with pytest.raises(Mismatch, match="4 elements do not divide into 8 parts along x"):
-        ostraka.restore(place, mesh=mesh_of((8,), ("x",)))
-
-
-def test_saved_specs_need_their_axes_on_the_mesh(example):
-    place, _, _ = example
-    with pytest.raises(Mismatch, match="the mesh .*has no axis 'x'"):
-        ostraka.restore(place, mesh=mesh_of((8,), ("other",)))
-
-
-def test_a_spec_needs_a_mesh(example):
-    place, _, _ = example
-    with pytest.raises(Mismatch, match="leaf 'w' has a spec in `specs` but no mesh: pass mesh="):
-        ostraka.restore(place, specs={"w": P("x")})
-
-
-def test_specs_hold_nothing_but_specs(example):
-    place, _, mesh = example
-    with pytest.raises(InvalidSharding, match="leaf 'w' is given a str as its spec; it must be"):
-        ostraka.restore(place, mesh=mesh, specs={"w": "x"})
+    assert type(found["s"]) is np.float32
 
 
 def test_rules_and_presets_are_specs_too(place):
@@ -789,8 +648,6 @@ def test_rules_and_presets_are_specs_too(place):
     assert restored["a"]["bias"].sharding == NamedSharding(mesh, P())
     restored = ostraka.restore(place, like=tree, mesh=mesh, specs=sharding_helpers.fsdp(min_size=1))
     assert restored["a"]["kernel"].sharding.spec == P("fsdp", None)
-    with pytest.raises(Mismatch, match=r"specs=.* matches no leaf"):
-        ostraka.restore(place, mesh=mesh, specs={"**/kernal": P("fsdp")})
 
 
 # What happens to the arrays afterwards
@@ -812,8 +669,8 @@ def test_restored_arrays_survive_donation_of_their_neighbours(place, shape):
         assert_bits(np.asarray(second[key]), value)
 
 
-def test_restored_arrays_outlive_the_checkpoint(new_place):
-    folder = new_place("outlived")
+def test_restored_arrays_outlive_the_checkpoint(tmp_path):
+    folder = tmp_path
     value = random_bits("float32", (512, 512))
     ostraka.save(folder / "c", {"a": jax.device_put(value, SHARDINGS["4x2"]())})
     found = ostraka.restore(folder / "c")["a"]
@@ -834,17 +691,9 @@ def test_a_restored_tree_can_be_saved_and_restored_again(place, values):
         assert_placed(tree[key], value, tree[key].sharding)
 
 
-def test_a_step_runs_on_restored_arrays(place):
-    mesh = mesh_of((4, 2), ("x", "y"))
-    value = np.arange(128, dtype=np.float32).reshape(8, 16)
-    ostraka.save(place, {"w": jax.device_put(value, NamedSharding(mesh, P("x", "y")))})
-    found = ostraka.restore(place)["w"]
-    assert float(jax.jit(lambda w: (w @ w.T).sum())(found)) == float((value @ value.T).sum())
-
-
-def test_a_run_with_fewer_devices_needs_no_template(new_place):
+def test_a_run_with_fewer_devices_needs_no_template(tmp_path):
     """Eight devices saved it, three restore it: onto one device, or onto any mesh of theirs."""
-    folder = new_place("fewer")
+    folder = tmp_path
     mesh = mesh_of((4, 2), ("x", "y"))
     value = np.arange(96, dtype=np.int32).reshape(8, 12)
     tree = {
@@ -881,25 +730,6 @@ np.testing.assert_array_equal(found["w"], value)
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"only": 5}, TypeError, "only must be a path pattern, or a list of them, not 5"),
-        ({"only": [5]}, TypeError, r"only must be a path pattern, or a list of them, not \[5\]"),
-        ({"only": []}, ValueError, "only is empty, and would leave out everything"),
-        ({"strict": "no"}, TypeError, "strict must be True or False, not 'no'"),
-        ({"on_record": 5}, TypeError, "on_record must be a function, not 5"),
-        ({"dtype": 5}, TypeError, "dtype is 5; it must be a dtype, as bfloat16 is"),
-    ],
-)
-def test_arguments_of_wrong_types(
-    options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
-):
-    ostraka.save(tmp_path / "c", {"a": np.ones(3)})
-    with pytest.raises(kind, match=message):
-        ostraka.restore(tmp_path / "c", **options)
 
 
 # Keys of a generator that JAX does not have

@@ -145,8 +145,7 @@ def test_keys_in_paths(key: Any, text: str):
 
 
 @pytest.mark.parametrize(
-    "encoded",
-    [{"bool": 1}, {"int": "x"}, {"float": "y"}, {"what": 1}, {"numpy": ["object", "00"]}],
+    "encoded", [{"bool": 1}, {"int": "x"}, {"float": "y"}, {"what": 1}, {"numpy": ["object", "00"]}]
 )
 def test_what_nobody_writes(encoded: Any):
     with pytest.raises((ValueError, TypeError), match=r".+"):
