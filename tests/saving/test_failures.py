@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,6 @@ def in_thread(work: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
 # Faults, each on one process
 
 
-Target = str | FaultyStore
-
-
 @contextmanager
 def broken(
     path: str, owner: Any, name: str, error: BaseException, *, after: int = 0
@@ -97,14 +95,18 @@ def small_files(path: str) -> Generator[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def failing(path: str, verb: str, error: BaseException, *, name: str = "") -> Any:
+def breaking(owner: Any, name: str, error: BaseException, after: int = 0) -> Callable[[str], Any]:
+    return lambda path: broken(path, owner, name, error, after=after)
+
+
+def failing(verb: str, error: BaseException, *, name: str = "") -> Callable[[str], Any]:
     """A store whose verb raises for files of this name."""
 
     def fail(called: str, file: str) -> None:
         if called == verb and file.endswith(name):
             raise error
 
-    return nullcontext(FaultyStore(path, before=fail))
+    return lambda path: nullcontext(FaultyStore(path, before=fail))
 
 
 @contextmanager
@@ -159,84 +161,40 @@ class Fault:
 
 
 IO_ERROR = "Input/output error"
+EIO = system_error(errno.EIO)
+FULL = system_error(errno.ENOSPC)
+DENIED = system_error(errno.EACCES)
+CAT = "the cat sat on it"
 FAULTS = {
     "file too large": Fault(2, "File too large", small_files, of_directories=True),
-    "fsync": Fault(
-        2,
-        IO_ERROR,
-        lambda path: broken(path, os, "fsync", system_error(errno.EIO)),
-        of_directories=True,
-    ),
-    "late": Fault(
-        1,
-        IO_ERROR,
-        lambda path: broken(path, os, "pwritev", system_error(errno.EIO), after=1),
-        of_directories=True,
-    ),
-    "index": Fault(
-        2,
-        IO_ERROR,
-        lambda path: broken(path, os, "replace", system_error(errno.EIO)),
-        of_directories=True,
-    ),
-    "write": Fault(2, IO_ERROR, lambda path: failing(path, "write", system_error(errno.EIO))),
-    "create": Fault(
-        3, "Permission denied", lambda path: failing(path, "create", system_error(errno.EACCES))
-    ),
-    "finish": Fault(2, IO_ERROR, lambda path: failing(path, "finish", system_error(errno.EIO))),
-    "put": Fault(
-        2, IO_ERROR, lambda path: failing(path, "put", system_error(errno.EIO), name=".json")
-    ),
-    "any exception": Fault(
-        2,
-        "RuntimeError: the cat sat on it",
-        lambda path: failing(path, "write", RuntimeError("the cat sat on it")),
-    ),
-    "no memory": Fault(
-        1, "MemoryError", lambda path: broken(path, shard_file, "block_digest", MemoryError())
-    ),
-    "planning": Fault(
-        2,
-        "ZeroDivisionError",
-        lambda path: broken(path, _save, "plan_write", ZeroDivisionError()),
-    ),
-    "planning on 0": Fault(
-        0, "KeyError: 'plan'", lambda path: broken(path, _save, "plan_write", KeyError("plan"))
-    ),
-    "capture": Fault(
-        3,
-        "TypeError: odd tree",
-        lambda path: broken(path, _save, "capture", TypeError("odd tree")),
-    ),
+    "fsync": Fault(2, IO_ERROR, breaking(os, "fsync", EIO), of_directories=True),
+    "late": Fault(1, IO_ERROR, breaking(os, "pwritev", EIO, after=1), of_directories=True),
+    "index": Fault(2, IO_ERROR, breaking(os, "replace", EIO), of_directories=True),
+    "write": Fault(2, IO_ERROR, failing("write", EIO)),
+    "create": Fault(3, "Permission denied", failing("create", DENIED)),
+    "finish": Fault(2, IO_ERROR, failing("finish", EIO)),
+    "put": Fault(2, IO_ERROR, failing("put", EIO, name=".json")),
+    "any exception": Fault(2, f"RuntimeError: {CAT}", failing("write", RuntimeError(CAT))),
+    "no memory": Fault(1, "MemoryError", breaking(shard_file, "block_digest", MemoryError())),
+    "plan": Fault(2, "ZeroDivisionError", breaking(_save, "plan_write", ZeroDivisionError())),
+    "plan on 0": Fault(0, "KeyError: 'plan'", breaking(_save, "plan_write", KeyError("plan"))),
+    "capture": Fault(3, "TypeError: odd", breaking(_save, "capture", TypeError("odd"))),
     "unsavable leaf": Fault(2, "leaf 'odd' is a", nullcontext),
     "no path": Fault(2, "path is empty", lambda path: nullcontext("")),
-    "committing": Fault(
-        0,
-        "No space left on device",
-        lambda path: failing(path, "publish", system_error(errno.ENOSPC), name="_METADATA"),
-    ),
+    "committing": Fault(0, FULL.args[1], failing("publish", FULL, name="_METADATA")),
     "encoding": Fault(
-        0,
-        "ValueError: too much",
-        lambda path: broken(path, _commit, "encode_metadata", ValueError("too much")),
+        0, "ValueError: much", breaking(_commit, "encode_metadata", ValueError("much"))
     ),
     "busy": Fault(0, "another save to", held),
     "after the commit": Fault(0, IO_ERROR, sync_after_commit),
-    "slow clean-up": Fault(
-        2, IO_ERROR, lambda path: slow_to_clean_up(path, fails=True), others=slow_to_clean_up
-    ),
+    "slow clean-up": Fault(2, IO_ERROR, partial(slow_to_clean_up, fails=True), slow_to_clean_up),
     "interrupt": Fault(
         2,
         "KeyboardInterrupt",
-        lambda path: broken(path, _write, "_write_all", KeyboardInterrupt()),
+        breaking(_write, "_write_all", KeyboardInterrupt()),
         kind="KeyboardInterrupt",
     ),
-    "exit": Fault(
-        1,
-        "SystemExit",
-        lambda path: broken(path, _save, "plan_write", SystemExit()),
-        kind="SystemExit",
-    ),
+    "exit": Fault(1, "SystemExit", breaking(_save, "plan_write", SystemExit()), kind="SystemExit"),
 }
 
 

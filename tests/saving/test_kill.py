@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,57 +22,40 @@ import pytest
 
 import ostraka
 from figures import Figures
+from numbered import CLEAN, names_in, number_in, on_all
 from ostraka.errors import CheckpointNotFound, SaveFailed
 from ostraka.storage import _claim
 from ostraka.testing import FaultyStore, run_processes
-from places import BucketPath, Place, at, names_of, remove_tree
+from places import BucketPath, Place, at, remove_tree
 
-CLEAN = ["_METADATA", "shards"]
 NOTHING = -1
 """Instead of a number: there is no checkpoint."""
 
 
 def make_tree(number: int, nbytes: int) -> dict[str, Any]:
     """Every element of every leaf is `number`: large leaves, small ones, some on devices."""
-    import jax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     def full(count: int) -> np.ndarray:
         return np.full(count // 4, number, np.int32)
-
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-
-    def place(value: np.ndarray, *axes: str) -> jax.Array:
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     return {
         "number": number,
         "large": [full(nbytes // 16) for _ in range(12)],
         "small": {str(n): full(n * 64) for n in range(50)},
-        "sharded": place(full(nbytes // 8), "x"),
-        "replicated": place(full(nbytes // 8)),
+        "sharded": on_all(full(nbytes // 8), "x"),
+        "replicated": on_all(full(nbytes // 8)),
     }
 
 
-def number_in(path: str) -> int:
+def find_number(path: str) -> int | str:
     """The number of the checkpoint at a path, which must be whole; NOTHING if there is none."""
-    import jax
-
     try:
         tree = ostraka.restore(path)
     except CheckpointNotFound:
         assert not at(f"{path}/_METADATA").exists()
         return NOTHING
-    number = tree["number"]
-    for leaf in jax.tree.leaves(tree):
-        assert np.all(np.asarray(leaf) == number), f"a mix of {number} and others"
     assert ostraka.verify(path).ok
-    return number
-
-
-def names_in(path: str) -> list[str]:
-    return sorted(name.split("-")[0] for name in names_of(at(path)))
+    return number_in(tree)
 
 
 # One process: a parent that never starts JAX's backend forks a child for each step
@@ -122,7 +106,7 @@ def save_and_say(
 
 
 def look(path: str, pipe: int) -> None:
-    os.write(pipe, pickle.dumps(number_in(path)))
+    os.write(pipe, pickle.dumps(find_number(path)))
 
 
 def save_and_look(path: str, number: int, nbytes: int, pipe: int) -> None:
@@ -130,7 +114,7 @@ def save_and_look(path: str, number: int, nbytes: int, pipe: int) -> None:
     begin = time.monotonic()
     ostraka.save(path, tree)
     seconds = time.monotonic() - begin
-    os.write(pipe, pickle.dumps((number_in(path), names_in(path), seconds)))
+    os.write(pipe, pickle.dumps((find_number(path), names_in(path), seconds)))
 
 
 def remove(path: str, pipe: int) -> None:
@@ -160,23 +144,20 @@ def kill_one_save(
     return rest == b"s"
 
 
-def files_like(path: str, names: str) -> set[Path]:
-    """The files of that kind; none where the save removes a directory as it is listed."""
-    try:
-        return set(Path(path).glob(names))
-    except FileNotFoundError:
-        return set()
-
-
 def once_there(path: str, names: str, delay_s: float) -> Callable[[BinaryIO], None]:
     """Wait until a new file of that kind is there, and a little more."""
-    before = files_like(path, names)
+
+    def find() -> set[Path]:
+        with suppress(FileNotFoundError):  # the save removes a directory as it is listed
+            return set(Path(path).glob(names))
+        return set()
+
+    before = find()
 
     def wait(_: BinaryIO) -> None:
         deadline = time.monotonic() + 300
-        while files_like(path, names) <= before:
-            if time.monotonic() > deadline:
-                return
+        while find() <= before and time.monotonic() < deadline:
+            pass
         time.sleep(delay_s)
 
     return wait
@@ -236,8 +217,8 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("trials", "nbytes"),
     [
-        (15, 1 << 20),
-        (15, 32 << 20),
+        (10, 1 << 20),
+        (10, 32 << 20),
         pytest.param(250, 4 << 20, marks=pytest.mark.soak),
         pytest.param(250, 96 << 20, marks=pytest.mark.soak),
     ],
@@ -267,28 +248,22 @@ DEAD_AFTER_S = 10.0
 """Long enough for a survivor that does not get its turn for a while."""
 
 
-def mark_when_entered(mark: Place) -> None:
-    """A process that dies before it has entered the save is JAX's to miss."""
-    from ostraka.processes import operation
-
-    real = operation.Operation.__enter__
-
-    def enter_and_mark(self: Any) -> Any:
-        entered = real(self)
-        mark.touch()
-        return entered
-
-    operation.Operation.__enter__ = enter_and_mark
-
-
 def save_among_four(path: str, marks: str, number: int, nbytes: int) -> str:
     import jax
 
     from ostraka.processes import operation
 
     operation.DEAD_AFTER_S = DEAD_AFTER_S
-    mark_when_entered(Path(f"{marks}/go{jax.process_index()}"))
     tree = make_tree(number, nbytes)
+    real = operation.Operation.__enter__
+
+    def enter_and_mark(self: Any) -> Any:
+        """A process that dies before it has entered the save is JAX's to miss."""
+        entered = real(self)
+        Path(f"{marks}/go{jax.process_index()}").touch()
+        return entered
+
+    operation.Operation.__enter__ = enter_and_mark
     said = "saved"
     try:
         ostraka.save(path, tree)
@@ -347,7 +322,7 @@ def kill_among_four(
     if 0 not in victims:
         assert len(said) == 4 - len(victims), where
         assert len(set(said.values())) == 1, where
-    found = number_in(path)
+    found = find_number(path)
     assert found in (0, 1), where
     for text in said.values():
         if text == "saved":
@@ -358,31 +333,27 @@ def kill_among_four(
         if 0 not in victims:  # else it may have committed, and nobody was told
             assert found == 0, where
     ostraka.save(path, make_tree(2, nbytes))
-    assert number_in(path) == 2
+    assert find_number(path) == 2
     assert names_in(path) == CLEAN
 
 
-@pytest.mark.parametrize("victims", [[0], [1], [2, 3], [3], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("victims", [[0], [2, 3], [0, 1, 2, 3]], ids=str)
 def test_kill_some_of_four_processes(
     place: Place, tmp_path: Path, victims: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", 3.0)  # which they are
     nbytes = 48 << 20 if isinstance(place, Path) else 12 << 20
     rng = random.Random(len(victims) + victims[0])
-    marks = tmp_path / "marks"
-    marks.mkdir()
-    kill_among_four(str(place / "checkpoint"), marks, victims, nbytes, rng.uniform(0, 0.5))
+    kill_among_four(str(place / "checkpoint"), tmp_path, victims, nbytes, rng.uniform(0, 0.5))
 
 
 @pytest.mark.soak
 def test_kill_some_of_four_processes_again_and_again(tmp_path: Path, figures: Figures):
     path = str(tmp_path / "checkpoint")
-    marks = tmp_path / "marks"
-    marks.mkdir()
     nbytes = 48 << 20
     rng = random.Random(19)
     for _ in range(100):
         victims = rng.sample(range(4), rng.randint(1, 4))
-        kill_among_four(path, marks, victims, nbytes, rng.uniform(0, 0.8))
+        kill_among_four(path, tmp_path, victims, nbytes, rng.uniform(0, 0.8))
         figures.add("saves of four processes")
         figures.add("processes killed with -9", len(victims))
