@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -212,6 +212,15 @@ def test_an_interrupt_between_two_words_of_process_0_leaves_no_gap():
     assert said[1:] == ["ProcessFailed: process 0: KeyboardInterrupt: "] * 2
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Whoever runs the tests in the background has them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_the_wait_for_an_answer():
     def work(member: Member) -> None:
         with Operation("work", member=member) as operation:

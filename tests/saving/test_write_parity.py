@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import signal
 import warnings
 from itertools import combinations
@@ -25,7 +24,7 @@ from ostraka.saving._write_parity import ParityCompanion
 from ostraka.storage import Traits, open_store
 from ostraka.testing import FaultyStore, run_processes
 from places import BucketPath, Place, copy_tree, remove_tree
-from test_kill import find_number, forked, look, make_tree, outcome_of
+from test_kill import find_number, kill_saves, make_tree
 
 
 def tree_on_all(rows: int = 512) -> dict[str, Any]:
@@ -286,46 +285,6 @@ def test_processes_that_do_not_agree(tmp_path: Path) -> None:
 # kill -9
 
 
-def save_and_die(path: str, number: int, at: int, pipe: int) -> None:
-    """Be killed at the moment number `at` of those that concern parity files, or follow them."""
-    moments = 0
-
-    def die(verb: str, name: str) -> None:
-        nonlocal moments
-        if "parity" in name or (moments and verb in ("put", "publish", "sync")):
-            moments += 1
-            if moments == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    ostraka.save(FaultyStore(path, before=die), make_tree(number, 12 << 20), parity=2)
-    os.write(pipe, pickle.dumps("saved"))
-
-
-def save_whole(path: str, number: int, pipe: int) -> None:
-    ostraka.save(path, make_tree(number, 12 << 20), parity=1)
-    os.write(pipe, pickle.dumps(sorted(name.split("-")[0] for name in os.listdir(path))))
-
-
-def run_trials(path: str, moments: list[int]) -> list[int]:
-    # Imported before the forks, not in each of them.
-    assert ostraka.save
-    assert ostraka.verify
-    killed: list[int] = []
-    for number, at in enumerate(moments):
-        outcome_of(save_whole, path, 2 * number)
-        pid, pipe = forked(save_and_die, path, 2 * number + 1, at)
-        _, status = os.waitpid(pid, 0)
-        os.close(pipe)
-        found = outcome_of(look, path)
-        if os.WIFSIGNALED(status):
-            killed.append(at)
-            assert found in (2 * number, 2 * number + 1), f"killed at {at}: {found}"
-        else:
-            assert found == 2 * number + 1
-        assert outcome_of(save_whole, path, 2 * number) == ["_METADATA", "shards"]
-    return killed
-
-
 MOMENTS = 14
 """At most as many as there are with two parity files of a block each."""
 
@@ -338,15 +297,8 @@ MOMENTS = 14
 def test_killed_while_parity_is_written(
     tmp_path: Path, moments: list[int], figures: Figures
 ) -> None:
-    (result,) = run_processes(
-        run_trials,
-        str(tmp_path / "c"),
-        moments,
-        processes=1,
-        devices_per_process=4,
-        timeout_s=600,
-    )
-    assert result.value == moments
+    tally = kill_saves(tmp_path, moments, 12 << 20, 2)
+    assert (tally["returned"], sum(tally.values())) == (0, len(moments))
     figures.add("saves killed while parity is written", len(moments))
 
 
