@@ -87,8 +87,9 @@ def test_strangers_are_nobody(door: Door):
         with socket.create_connection(("localhost", int(door.address[0]))) as stranger:
             stranger.sendall(said)
             come(door, process).close()
-            wait_until(lambda p=process: door.find_ended() == set(range(1, p + 1)))
-        wait_until(lambda: not door.find_ended() & {0} and not door._guests)
+            ended = set(range(1, process + 1))
+            wait_until(lambda ended=ended: door.find_ended() == ended)
+        wait_until(lambda ended=ended: door.find_ended() == ended and not door._guests)
 
 
 Call = Callable[[], socket.socket]

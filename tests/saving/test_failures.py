@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -777,18 +776,6 @@ def test_two_saves_to_one_place_in_memory():
         ostraka.save(path, {"a": 2})
     ostraka.save(path, {"a": 3})
     assert ostraka.restore(path) == {"a": 3}
-
-
-def test_two_paths_at_once(tmp_path: Path):
-    """Saves to different paths don't get in each other's way."""
-
-    def work(number: int) -> None:
-        for _ in range(3):
-            ostraka.save(tmp_path / str(number), make_tree(number))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert [number_in(ostraka.restore(tmp_path / str(n))) for n in range(4)] == [0, 1, 2, 3]
 
 
 def overwrite(path: str, marks: Path, seconds: float, values: list[np.ndarray]) -> int:

@@ -390,7 +390,7 @@ def test_a_script_without_guard_does_not_start_processes_forever(tmp_path: Path)
     assert 'Put the call under `if __name__ == "__main__":`' in done.stderr
 
 
-def bad(function: Any, **options: int) -> Any:
+def bad(function: Any, **options: Any) -> Any:
     return lambda: run_processes(function, **options)
 
 
