@@ -106,8 +106,8 @@ def fail_at_work(member: Member, failing: int) -> None:
         check_for_ever(operation)
 
 
-def raise_own_error(member: Member) -> None:
-    with Operation("work", member=member, own_errors=True) as operation:
+def raise_own_error(member: Member, own_errors: bool = True) -> None:
+    with Operation("work", member=member, own_errors=own_errors) as operation:
         if member.process == 1:
             raise Busy("in use")
         operation.exchange("begin", None, len)
@@ -143,6 +143,7 @@ FAILURES: dict[str, tuple[Callable[[Member], None], list[str]]] = {
         for n in (0, 2)
     },
     "own errors stay what they are": (raise_own_error, [OWN, "Busy: in use", OWN]),
+    "unless they need not": (partial(raise_own_error, own_errors=False), [OWN] * 3),
     "deciding": (
         refuse_to_decide,
         ["ProcessFailed: process 0: ValueError: not with [0, 1, 2]"] * 3,

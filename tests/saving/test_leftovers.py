@@ -110,6 +110,7 @@ def test_no_flipped_bit_makes_a_leftover_of_a_shard(step: Place):
         assert committed_directory(store) == UNKNOWN, damaged
     (step / "_METADATA").write_bytes(whole)
     assert committed_directory(store) == next(step.glob("shards-*")).name
+    assert find_leftovers(store) == []
     assert ostraka.verify(step).ok
 
 
