@@ -409,6 +409,7 @@ NO_NAME = (ValueError, r'must read "package\.module:name"')
             (ValueError, "devices_per_process must be at least 1, not 0"),
         ),
     ],
+    ids=["lambda", "partial", "method", "no colon", "no name", "no module", "processes", "devices"],
 )
 def test_arguments_that_are_refused(call: Any, error: tuple[type[Exception], str]):
     with pytest.raises(error[0], match=error[1]):
