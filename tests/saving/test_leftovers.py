@@ -99,11 +99,11 @@ def assert_nothing_is_deleted(step: Place, damaged: bytes, attempts: list[Callab
 
 
 def test_no_flipped_bit_makes_a_leftover_of_a_shard(step: Place):
-    """Every bit; whoever deletes asks this one function."""
+    """Every third bit, so each of the eight in a byte; whoever deletes asks this one function."""
     whole = (step / "_METADATA").read_bytes()
     store = open_store(step)
     # A bucket takes milliseconds for what a disk does in microseconds.
-    every = 1 if isinstance(step, Path) else 101
+    every = 3 if isinstance(step, Path) else 101
     for damaged in islice(bit_flips(whole), 0, None, every):
         (step / "_METADATA").write_bytes(damaged)
         assert find_leftovers(store) == [], damaged
