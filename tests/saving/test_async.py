@@ -115,88 +115,123 @@ def step(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(_step_one, tree)
 
 
-def overwrite_freed_memory(like: Any) -> None:
-    """Allocate as much as was freed, several times over, and write to all of it."""
-    junk = [jax.tree.map(lambda a: jnp.full_like(a, 7), like) for _ in range(4)]
-    jax.block_until_ready(junk)
+# The values are those at the call: each case yields a tree, the options of the save, and the values
+# that are to be restored; then it changes what it has
 
 
-# The values are those at the call
+Case = Generator[tuple[Any, dict[str, Any], Any]]
 
 
-def test_has_the_values_before_donating_steps(place: Place):
+def donated() -> Case:
     arrays = make_arrays()
-    want = host(arrays)
-    with writes_held(place / "c") as (store, _):
-        handle = ostraka.save_async(store, arrays)
-        donated = arrays
-        for _ in range(3):
-            arrays = step(arrays)
-        jax.block_until_ready(arrays)
-        assert any(array.is_deleted() for array in donated.values())
-        assert not handle.done()
-    handle.wait()
-    assert_same(ostraka.restore(place / "c"), want)
-    assert ostraka.verify(place / "c").ok
+    yield arrays, {}, host(arrays)
+    changed = step(step(step(arrays)))
+    jax.block_until_ready(changed)
+    assert any(array.is_deleted() for array in arrays.values())
 
 
-def test_has_the_values_of_arrays_that_are_deleted(place: Place):
+def deleted() -> Case:
     arrays = make_arrays()
-    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
-    want = host(arrays)
-    with writes_held(place / "c") as (store, _):
-        handle = ostraka.save_async(store, arrays)
-        for array in arrays.values():
-            array.delete()
-        overwrite_freed_memory(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like))
-    handle.wait()
-    assert_same(ostraka.restore(place / "c"), want)
+    yield arrays, {}, host(arrays)
+    freed = [(array.shape, array.dtype) for array in arrays.values()]
+    for array in arrays.values():
+        array.delete()
+    # As much memory as was freed, several times over.
+    jax.block_until_ready([jnp.full(shape, 7, dtype) for shape, dtype in freed * 4])
 
 
-def test_has_the_values_of_keys_that_are_donated(place: Place):
+def donated_keys() -> Case:
     key = jax.random.split(jax.random.key(5, impl="rbg"), 8)
-    want = np.array(jax.random.key_data(key))
     fold = jax.jit(jax.vmap(lambda k: jax.random.fold_in(k, 1)), donate_argnums=0)
-    with writes_held(place / "c") as (store, _):
-        handle = ostraka.save_async(store, {"key": key})
-        key = fold(key)
-        jax.block_until_ready(key)
-    handle.wait()
-    restored = ostraka.restore(place / "c")["key"]
-    assert np.array_equal(jax.random.key_data(restored), want)
+    yield {"key": key}, {}, {"key": np.array(jax.random.key_data(key))}
+    jax.block_until_ready(fold(key))
 
 
-def test_casts_the_values_at_the_call(place: Place):
-    arrays = make_arrays()
-    want = np.asarray(arrays["sharded"]).astype(jnp.bfloat16)
-    with writes_held(place / "c") as (store, _):
-        handle = ostraka.save_async(store, arrays, dtype="bfloat16")
-        jax.block_until_ready(step(arrays))
-    handle.wait()
-    assert_same(ostraka.restore(place / "c")["sharded"], want)
+def cast() -> Case:
+    arrays = {"sharded": make_arrays()["sharded"]}
+    want = {"sharded": np.asarray(arrays["sharded"]).astype(jnp.bfloat16)}
+    yield arrays, {"dtype": "bfloat16"}, want
+    jax.block_until_ready(step(arrays))
 
 
-def test_has_the_values_before_numpy_arrays_are_written_to(place: Place):
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(16, 32, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.drop(nnx.relu(self.first(x)))
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def train(model: Model, optimizer: nnx.Optimizer[Model], x: jax.Array) -> None:
+    grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    optimizer.update(model, grads)
+
+
+def trained() -> Case:
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    train(model, optimizer, jnp.ones((8, 16)))
+    tree = {"model": model, "optimizer": optimizer}
+    ostraka.save("memory://trained", tree)
+    want = jax.tree.map(data_of, ostraka.restore("memory://trained"))
+    yield tree, {}, want
+    train(model, optimizer, jnp.ones((8, 16)))
+    assert not np.array_equal(want["model"]["first"]["kernel"], model.first.kernel[...])
+
+
+def data_of(leaf: Any) -> Any:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def written_to() -> Case:
+    numbers = np.arange(3 << 20)  # 24 MiB, which several threads copy
     mutable: dict[str, Any] = {
         "plain": np.arange(1000.0),
         "fortran": np.asfortranarray(np.arange(64).reshape(8, 8)),
         "big_endian": np.arange(10, dtype=">i4"),
         "view": np.arange(100)[::3],
         "int4": np.arange(-8, 8).astype(jnp.int4),
+        "one_dimension": numbers.copy(),
+        "rows": numbers.reshape(1024, -1).copy(),
+        "large_fortran": np.asfortranarray(numbers.reshape(512, 8, -1)),
+        "one_row": numbers.reshape(1, -1).copy(),
+        "every_second": np.repeat(numbers, 2)[::2],
+        "backwards": numbers.copy()[::-1],
+        "small": {str(n): np.full(n, n) for n in range(40)},
     }
-    want = {name: array.copy() for name, array in mutable.items()}
+    want = jax.tree.map(np.copy, mutable)
+    want["big_endian"] = want["big_endian"].astype("<i4")
     metadata = {"tags": ["a"]}
-    with writes_held(place / "c") as (store, _):
-        handle = ostraka.save_async(store, mutable, metadata=metadata)
-        for array in mutable.values():
-            array[...] = 0
-        metadata["tags"].append("b")
-        mutable["more"] = np.ones(3)
+    yield mutable, {"metadata": metadata}, want
+    for array in jax.tree.leaves(mutable):
+        array[...] = -1
+    metadata["tags"].append("b")
+    mutable["more"] = np.ones(3)
+
+
+def save_and_change(path: Place, case: Case) -> Any:
+    tree, options, want = next(case)
+    with writes_held(path) as (store, _):
+        handle = ostraka.save_async(store, tree, **options)
+        for _ in case:
+            raise AssertionError
+        assert not handle.done()
     handle.wait()
-    restored = ostraka.restore(place / "c")
-    assert restored.keys() == want.keys()
-    assert all(np.array_equal(restored[name], want[name]) for name in want)
-    assert ostraka.open(place / "c").metadata == {"tags": ["a"]}
+    assert_same(jax.tree.map(data_of, ostraka.restore(path)), want)
+    assert ostraka.verify(path).ok
+
+
+@pytest.mark.parametrize("case", [donated, deleted, donated_keys, cast, trained])
+def test_has_the_values_before_donating_steps(place: Place, case: Callable[[], Case]):
+    save_and_change(place / "c", case())
+
+
+def test_has_the_values_before_numpy_arrays_are_written_to(tmp_path: Path):
+    save_and_change(tmp_path / "c", written_to())
+    assert ostraka.open(tmp_path / "c").metadata == {"tags": ["a"]}
 
 
 class Counter:
@@ -217,92 +252,35 @@ class Counter:
         self.state = state
 
 
-def test_has_the_values_of_large_numpy_arrays_that_several_threads_copy(place: Place):
-    numbers = np.arange(3 << 20)  # 24 MiB
-    mutable: dict[str, Any] = {
-        "one_dimension": numbers.copy(),
-        "rows": numbers.reshape(1024, -1).copy(),
-        "fortran": np.asfortranarray(numbers.reshape(512, 8, -1)),
-        "one_row": numbers.reshape(1, -1).copy(),
-        "every_second": np.repeat(numbers, 2)[::2],
-        "backwards": numbers.copy()[::-1],
-        "small": {str(n): np.full(n, n) for n in range(40)},
-    }
-    want = jax.tree.map(np.copy, mutable)
-    with writes_held(place / "c") as (store, _):
-        handle = ostraka.save_async(store, mutable)
-        for array in jax.tree.leaves(mutable):
-            array[...] = -1
-    handle.wait()
-    assert_same(ostraka.restore(place / "c"), want)
-
-
-def test_has_the_state_of_an_iterator_before_it_moves_on(place: Place):
+def test_has_the_state_of_an_iterator_before_it_moves_on(tmp_path: Path):
     data = Counter()
     next(data)
-    with writes_held(place / "c") as (store, _):
+    with writes_held(tmp_path / "c") as (store, _):
         handle = ostraka.save_async(store, {"data": data, "x": jnp.ones(8)})
         next(data)
     handle.wait()
-    ostraka.restore(place / "c", like={"data": data, "x": jnp.ones(8)})
+    ostraka.restore(tmp_path / "c", like={"data": data, "x": jnp.ones(8)})
     assert data.state == {"next": 1, "seen": [0, 1]}
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(16, 32, rngs=rngs)
-        self.drop = nnx.Dropout(0.1, rngs=rngs)
-        self.last = nnx.Linear(32, 4, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(self.drop(nnx.relu(self.first(x))))
-
-
-@nnx.jit(donate_argnums=(0, 1))
-def train(model: Model, optimizer: nnx.Optimizer[Model], x: jax.Array) -> None:
-    grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
-    optimizer.update(model, grads)
-
-
-def test_has_the_values_before_steps_of_nnx(place: Place):
-    model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    x = jnp.ones((8, 16))
-    train(model, optimizer, x)
-    ostraka.save(place / "want", {"model": model, "optimizer": optimizer})
-    with writes_held(place / "c") as (store, _):
-        handle = ostraka.save_async(store, {"model": model, "optimizer": optimizer})
-        for _ in range(3):
-            train(model, optimizer, x)
-        jax.block_until_ready(nnx.state(model))
-    handle.wait()
-    got, want = ostraka.restore(place / "c"), ostraka.restore(place / "want")
-    assert_same(*(jax.tree.map(_data, tree) for tree in (got, want)))
-    assert not np.array_equal(got["model"]["last"]["kernel"], model.last.kernel[...])
-
-
-def _data(leaf: Any) -> Any:
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
-
-
-def test_donation_at_any_time_does_not_reach_the_file(place: Place):
+def test_donation_at_any_time_does_not_reach_the_file(tmp_path: Path):
     rng = random.Random(4)
     arrays = {f"w{n}": put(np.full((256, 256), n, np.float32), "x") for n in range(8)}
-    for _ in range(20):
+    for _ in range(10):
         want = host(arrays)
-        handle = ostraka.save_async(place / "c", arrays)
+        handle = ostraka.save_async(tmp_path / "c", arrays)
         for _ in range(rng.randrange(1, 4)):
             time.sleep(rng.random() * 0.01)
             arrays = step(arrays)
         handle.wait()
-        assert_same(ostraka.restore(place / "c"), want)
+        assert_same(ostraka.restore(tmp_path / "c"), want)
 
 
 # The handle
 
 
 def test_handle_tells_how_far_it_is(place: Place):
+    ostraka.save(place / "c", {"x": np.zeros(4)})
     with writes_held(place / "c") as (store, gate):
         handle = ostraka.save_async(store, make_arrays())
         assert not handle.done()
@@ -313,6 +291,7 @@ def test_handle_tells_how_far_it_is(place: Place):
             handle.wait(0.05)
         with pytest.raises(TimeoutError, match="has not ended after 0 s"):
             handle.exception(0)
+        assert ostraka.restore(place / "c")["x"].tolist() == [0] * 4  # nothing of it shows
         gate.set()
         handle.wait(60)
     assert handle.done()
@@ -323,45 +302,37 @@ def test_handle_tells_how_far_it_is(place: Place):
     handle.wait()
 
 
-def test_nothing_shows_before_the_end(place: Place):
-    ostraka.save(place / "c", {"x": np.zeros(4)})
-    with writes_held(place / "c") as (store, _):
-        handle = ostraka.save_async(store, {"x": np.ones(4)})
-        assert np.array_equal(ostraka.restore(place / "c")["x"], np.zeros(4))
-    handle.wait()
-    assert np.array_equal(ostraka.restore(place / "c")["x"], np.ones(4))
-
-
-def test_what_can_not_be_saved_raises_at_the_call(place: Place):
+def test_what_can_not_be_saved_raises_at_the_call(tmp_path: Path):
     with pytest.raises(InvalidTree, match="'bad'"):
-        ostraka.save_async(place / "c", {"bad": object()})
+        ostraka.save_async(tmp_path / "c", {"bad": object()})
     with pytest.raises(ValueError, match="max_file_bytes is 1"):
-        ostraka.save_async(place / "c", {}, max_file_bytes=1)
+        ostraka.save_async(tmp_path / "c", {}, max_file_bytes=1)
     with pytest.raises(ValueError, match='if_busy is \'never\'; it must be "wait" or "raise"'):
-        ostraka.save_async(place / "c", {}, if_busy="never")  # pyright: ignore[reportArgumentType]
-    ostraka.save_async(place / "c", {"good": 1}).wait()
+        ostraka.save_async(tmp_path / "c", {}, if_busy="never")  # pyright: ignore[reportArgumentType]
+    ostraka.save_async(tmp_path / "c", {"good": 1}).wait()
 
 
 def fail_in_background(place: Place) -> ostraka.SaveHandle:
     return ostraka.save_async(in_the_way(place / "file" / "c"), {"x": np.ones(4)})
 
 
-def test_error_is_raised_by_wait_and_not_again(place: Place, caplog: pytest.LogCaptureFixture):
-    handle = fail_in_background(place)
-    with pytest.raises(PathInTheWay, match="file/c"):
-        handle.wait()
-    with pytest.raises(PathInTheWay, match="file/c"):
-        handle.wait()
+def test_error_is_raised_by_wait_or_returned_and_not_raised_by_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    handle = fail_in_background(tmp_path)
+    for _ in range(2):
+        with pytest.raises(PathInTheWay, match="file/c"):
+            handle.wait()
     assert "failed" in repr(handle)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    ostraka.save(place / "next", {"x": 1})
-    ostraka.save_async(place / "next", {"x": 1}).wait()
-
-
-def test_error_is_returned_by_exception_and_not_raised(place: Place):
-    handle = fail_in_background(place)
+    ostraka.save(tmp_path / "next", {"x": 1})
+    ostraka.save_async(tmp_path / "next", {"x": 1}).wait()
+    called: list[int] = []
+    path = in_the_way(tmp_path / "other")
+    handle = ostraka.save_async(path, {"x": 5}, on_commit=lambda: called.append(1))
     assert isinstance(handle.exception(), PathInTheWay)
-    ostraka.save(place / "next", {"x": 1})
+    ostraka.save(tmp_path / "next", {"x": 1})
+    assert called == []
 
 
 @pytest.mark.parametrize("begin", [ostraka.save, ostraka.save_async], ids=["save", "save_async"])
@@ -377,10 +348,9 @@ def test_error_that_nobody_saw_is_raised_by_the_next_save_once(
     assert ostraka.restore(place / "next") == {"x": 1}
 
 
-def test_failed_save_lets_go_of_its_values(place: Place):
-    path = in_the_way(place / "file" / "c")
-    big = np.zeros(128 << 20, np.uint8)
-    big[:] = 1
+def test_failed_save_lets_go_of_its_values(tmp_path: Path):
+    path = in_the_way(tmp_path / "file" / "c")
+    big = np.ones(128 << 20, np.uint8)
     before = resident()
     handle = ostraka.save_async(path, {"big": big})
     assert isinstance(handle.exception(), PathInTheWay)
@@ -390,139 +360,119 @@ def test_failed_save_lets_go_of_its_values(place: Place):
 # One at a time
 
 
-def test_second_save_waits_for_the_first(place: Place):
-    with writes_held(place / "a") as (store, gate):
+@pytest.mark.parametrize("is_blocking", [False, True])
+def test_second_save_waits_for_the_first(tmp_path: Path, is_blocking: bool):
+    with writes_held(tmp_path / "a") as (store, gate):
         first = ostraka.save_async(store, make_arrays())
         with set_when_waited_for(gate):
-            second = ostraka.save_async(place / "b", make_arrays())
+            if is_blocking:
+                ostraka.save(tmp_path / "a", {"x": 2})
+                assert ostraka.restore(tmp_path / "a") == {"x": 2}
+            else:
+                second = ostraka.save_async(tmp_path / "b", {"x": 2})
         assert first.done()
-        second.wait()
-    assert second.record is not None
-    assert second.record.phases["wait"] > 0.1
-    assert second.record.blocked_s >= second.record.phases["wait"]
+    if not is_blocking:
+        second.wait()  # pyright: ignore[reportPossiblyUnboundVariable]
+        record = second.record  # pyright: ignore[reportPossiblyUnboundVariable]
+        assert record is not None
+        assert record.phases["wait"] > 0.1
+        assert record.blocked_s >= record.phases["wait"]
 
 
-def test_blocking_save_waits_for_one_in_the_background(place: Place):
-    with writes_held(place / "a") as (store, gate):
-        first = ostraka.save_async(store, make_arrays())
-        with set_when_waited_for(gate):
-            ostraka.save(place / "a", {"x": 2})
-        assert first.done()
-    assert ostraka.restore(place / "a") == {"x": 2}
-
-
-def test_second_save_is_refused_if_asked(place: Place):
-    with writes_held(place / "a") as (store, _):
+def test_second_save_is_refused_if_asked(tmp_path: Path):
+    with writes_held(tmp_path / "a") as (store, _):
         first = ostraka.save_async(store, make_arrays())
         with pytest.raises(Busy, match="a save to .*/a is still under way; wait for it first"):
-            ostraka.save_async(place / "b", {"x": 1}, if_busy="raise")
+            ostraka.save_async(tmp_path / "b", {"x": 1}, if_busy="raise")
     first.wait()
-    assert not (place / "b").exists()
-    ostraka.save_async(place / "b", {"x": 1}, if_busy="raise").wait()
+    assert not (tmp_path / "b").exists()
+    ostraka.save_async(tmp_path / "b", {"x": 1}, if_busy="raise").wait()
 
 
-def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(place: Place):
-    with ThreadPoolExecutor(1) as pool, writes_held(place / "a") as (store, gate):
+def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(tmp_path: Path):
+    with ThreadPoolExecutor(1) as pool, writes_held(tmp_path / "a") as (store, gate):
         first = ostraka.save_async(store, make_arrays())
-        second = pool.submit(ostraka.save_async, place / "b", {"x": 1})
+        second = pool.submit(ostraka.save_async, tmp_path / "b", {"x": 1})
         while background.slot.turn.acquire(blocking=False):
             background.slot.turn.release()
             time.sleep(0.001)
         with pytest.raises(Busy, match="is still under way"):
-            ostraka.save_async(place / "c", {"x": 1}, if_busy="raise")
+            ostraka.save_async(tmp_path / "c", {"x": 1}, if_busy="raise")
         assert not first.done()
         gate.set()
         second.result().wait()
 
 
-def test_from_several_threads_at_once(place: Place):
+def test_from_several_threads_at_once(tmp_path: Path):
     def save(number: int) -> None:
-        ostraka.save_async(place / str(number), {"x": np.full(100, number)}).wait()
+        tree = {"x": np.full(100, number)}
+        if number % 2:
+            ostraka.save(tmp_path / str(number), tree)
+        else:
+            ostraka.save_async(tmp_path / str(number), tree).wait()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(save, range(16)))
     for number in range(16):
-        assert np.array_equal(ostraka.restore(place / str(number))["x"], np.full(100, number))
+        assert np.array_equal(ostraka.restore(tmp_path / str(number))["x"], np.full(100, number))
 
 
-def test_inside_a_running_event_loop(place: Place):
+def test_inside_a_running_event_loop(tmp_path: Path):
     async def cell() -> None:
-        handle = ostraka.save_async(place / "c", make_arrays())
+        handle = ostraka.save_async(tmp_path / "c", make_arrays())
         await asyncio.to_thread(handle.wait)
-        ostraka.save_async(place / "d", make_arrays()).wait()
-        ostraka.save(place / "e", make_arrays())
+        ostraka.save_async(tmp_path / "d", make_arrays()).wait()
+        ostraka.save(tmp_path / "e", make_arrays())
 
     asyncio.run(cell())
-    assert_same(ostraka.restore(place / "c"), host(make_arrays()))
-    assert_same(ostraka.restore(place / "d"), host(make_arrays()))
+    for name in "cde":
+        assert_same(ostraka.restore(tmp_path / name), host(make_arrays()))
 
 
 # Callbacks
 
 
-def test_on_commit_is_called_once_when_the_checkpoint_can_be_restored(place: Place):
+def test_on_commit_is_called_once_when_the_checkpoint_can_be_restored(tmp_path: Path):
     seen: list[Any] = []
-    ostraka.save_async(
-        place / "c", {"x": 5}, on_commit=lambda: seen.append(ostraka.restore(place / "c"))
-    ).wait()
+    path = tmp_path / "c"
+    ostraka.save_async(path, {"x": 5}, on_commit=lambda: seen.append(ostraka.restore(path))).wait()
     assert seen == [{"x": 5}]
 
 
-def test_on_commit_is_not_called_for_a_save_that_failed(place: Place):
-    path = in_the_way(place / "file" / "c")
-    seen: list[int] = []
-    handle = ostraka.save_async(path, {"x": 5}, on_commit=lambda: seen.append(1))
-    assert isinstance(handle.exception(), PathInTheWay)
-    assert seen == []
-
-
-def _raise(*_: Any) -> None:
-    raise OSError("of the callback's own")
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "Ctrl-C"])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), OSError("of its own")])
 @pytest.mark.parametrize("name", ["on_commit", "on_record"])
-def test_a_callback_that_exits_is_not_told_as_a_save_that_failed(
-    place: Place, name: str, error: BaseException, caplog: pytest.LogCaptureFixture
+def test_callback_that_raises_does_not_fail_what_is_committed(
+    tmp_path: Path, name: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ):
     def exit_here(*_: object) -> None:
         raise error
 
     callback: dict[str, Any] = {name: exit_here}
-    handle = ostraka.save_async(place / "c", {"x": 5}, **callback)
+    handle = ostraka.save_async(tmp_path / "c", {"x": 5}, **callback)
     handle.wait()
     assert handle.record is not None
     assert "what it was told of is done all the same" in caplog.text
+    assert str(error) in caplog.text
     assert "in the background, " not in caplog.text  # as errors of a save are logged
-    assert ostraka.restore(place / "c") == {"x": 5}
-    ostraka.save(place / "d", {"x": 6})  # and the next one does not raise it
+    assert ostraka.restore(tmp_path / "c") == {"x": 5}
+    ostraka.save(tmp_path / "d", {"x": 6})  # and the next one does not raise it
 
 
-@pytest.mark.parametrize("name", ["on_commit", "on_record"])
-def test_callback_that_raises_does_not_fail_what_is_committed(
-    place: Place, name: str, caplog: pytest.LogCaptureFixture
-):
-    callback: dict[str, Any] = {name: _raise}
-    ostraka.save_async(place / "c", {"x": 5}, **callback).wait()
-    assert ostraka.restore(place / "c") == {"x": 5}
-    assert "of the callback's own" in caplog.text
-
-
-def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(place: Place):
+def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(tmp_path: Path):
     errors: list[str] = []
     handles: list[ostraka.SaveHandle] = []
 
     def call_back() -> None:
         for work in (
-            lambda: ostraka.save(place / "d", {}),
-            lambda: ostraka.save_async(place / "d", {}, if_busy="raise"),
+            lambda: ostraka.save(tmp_path / "d", {}),
+            lambda: ostraka.save_async(tmp_path / "d", {}, if_busy="raise"),
             handles[0].wait,
         ):
             with pytest.raises(RuntimeError, match="can't wait for itself") as caught:
                 work()
             errors.append(str(caught.value))
 
-    with writes_held(place / "c") as (store, gate):
+    with writes_held(tmp_path / "c") as (store, gate):
         handles.append(ostraka.save_async(store, {"x": np.ones(3)}, on_commit=call_back))
         gate.set()
         handles[0].wait()
@@ -612,10 +562,10 @@ def test_many_saves_leave_no_threads_files_or_memory(tmp_path: Path):
     # What counts here is not the disk.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else str(tmp_path)
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        for number in range(200):
+        for number in range(120):
             ostraka.save_async(Path(folder) / "c", arrays)
             arrays = step(arrays)
-            if number == 49:
+            if number == 29:
                 background.wait_for_background()
                 threads, files, before = set(threading.enumerate()), open_files(), resident()
         background.wait_for_background()
@@ -624,6 +574,6 @@ def test_many_saves_leave_no_threads_files_or_memory(tmp_path: Path):
         assert threads_but(threads) == []  # pyright: ignore[reportPossiblyUnboundVariable]
         new = open_files() - files  # pyright: ignore[reportPossiblyUnboundVariable]
         assert [name for name in new if name.startswith(folder)] == []
-        assert new.total() < 50, new  # others may open some; if each save left one, it would be 150
-    # If each save kept what it held, it would be 150 times this.
+        assert new.total() < 50, new  # others may open some; if each save left one, it would be 90
+    # If each save kept what it held, it would be 90 times this.
     assert after - before < 50 * nbytes  # pyright: ignore[reportPossiblyUnboundVariable]

@@ -4,8 +4,10 @@ import sys
 import threading
 import time
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
+from numbered import caught
 from ostraka.layout import shard_file
 from ostraka.testing import run_processes
 from places import Place
@@ -42,16 +45,10 @@ def in_child(work):
 """
 
 
-def run(body: str, root: Place, *, start: str = START) -> str:
-    return run_quietly(start + IMPORTS + body, root)
-
-
 # Threads of the program
 
 
-def test_a_numpy_array_that_is_written_to_during_a_save(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_numpy_array_that_is_written_to_during_a_save(tmp_path: Path):
     live = np.zeros((1 << 20, 3), np.float32)
     tree = {"contiguous": live, "not": live.T, "one": live[5]}
     real = shard_file.block_digest
@@ -61,11 +58,10 @@ def test_a_numpy_array_that_is_written_to_during_a_save(
         np.add(live, 1, out=live)
         return digest
 
-    with monkeypatch.context() as patch:
-        patch.setattr(shard_file, "block_digest", digest_and_change)
-        ostraka.save(place, tree)
+    with patch.object(shard_file, "block_digest", digest_and_change):
+        ostraka.save(tmp_path, tree)
     assert live[0, 0] > 0
-    assert ostraka.verify(place).ok
+    assert ostraka.verify(tmp_path).ok
 
 
 @pytest.fixture
@@ -82,7 +78,7 @@ def test_arrays_that_a_thread_looks_at_during_a_save(begin: str, tmp_path: Path)
     mesh = Mesh(np.array(jax.devices()), ("x",))
     numbers = np.arange(64, dtype=np.float32)
     path = f"memory://{tmp_path}"
-    for _ in range(40):
+    for _ in range(20):
         tree = [jax.device_put(numbers + n, NamedSharding(mesh, P("x"))) for n in range(40)]
         barrier = threading.Barrier(2)
 
@@ -104,27 +100,7 @@ def test_arrays_that_a_thread_looks_at_during_a_save(begin: str, tmp_path: Path)
         assert all(np.array_equal(found[str(n)][...], numbers + n) for n in range(40))
 
 
-# Signal handlers that save
-
-
-def test_a_handler_that_saves_while_an_array_is_taken_apart(tmp_path: Path):
-    body = """
-array = jax.numpy.arange(10)
-listed = _values._listed
-
-def interrupted(array):
-    _values._listed = listed
-    signal.raise_signal(signal.SIGUSR1)
-    return listed(array)
-
-signal.signal(signal.SIGUSR1, lambda *_: ostraka.save(root + "/handler", [array]))
-_values._listed = interrupted
-signal.alarm(300)
-ostraka.save(root + "/loop", [array])
-print(ostraka.verify(root + "/handler").ok, ostraka.verify(root + "/loop").ok)
-"""
-    assert run(body, tmp_path) == "True True\n"
-
+# Programs: signal handlers that save, and forks
 
 DATA = """
 class Data:
@@ -139,25 +115,53 @@ class Data:
 SLOW = """
 def slow(verb, name):
     if verb == "put":
-        time.sleep(2)  # far longer than the program would go on
+        time.sleep(0.5)  # far longer than the program would go on
 
 handler = FaultyStore(root + "/handler", before=slow)
 """
 
-
-@pytest.mark.parametrize("call", ["save", "save_async"])
-def test_a_save_that_a_handler_begins_while_another_is_begun_is_not_lost(call: str, tmp_path: Path):
-    body = f"""
-signal.signal(signal.SIGUSR1, lambda *_: ostraka.{call}(handler, tree))
+BOTH_BEGUN = """
+signal.signal(signal.SIGUSR1, lambda *_: ostraka.{}(handler, tree))
 ostraka.save_async(root + "/loop", {{"data": Data(), **tree}})
 """
-    run(SLOW + DATA + body, tmp_path)
-    assert ostraka.verify(tmp_path / "handler").ok
-    assert ostraka.verify(tmp_path / "loop").ok
 
 
-def test_a_save_that_a_handler_begins_while_another_is_waited_for_is_not_lost(tmp_path: Path):
-    body = """
+@dataclass(frozen=True, slots=True)
+class Program:
+    body: str
+    out: str = ""
+    saved: tuple[str, ...] = ()
+    """The checkpoints that must be complete afterwards."""
+    start: str = START
+
+
+PROGRAMS = {
+    "a handler saves while an array is taken apart": Program(
+        """
+array = jax.numpy.arange(10)
+listed = _values._listed
+
+def interrupted(array):
+    _values._listed = listed
+    signal.raise_signal(signal.SIGUSR1)
+    return listed(array)
+
+signal.signal(signal.SIGUSR1, lambda *_: ostraka.save(root + "/handler", [array]))
+_values._listed = interrupted
+signal.alarm(300)
+ostraka.save(root + "/loop", [array])
+""",
+        saved=("handler", "loop"),
+    ),
+    "a handler saves while a save is begun": Program(
+        SLOW + DATA + BOTH_BEGUN.format("save"), saved=("handler", "loop")
+    ),
+    "a handler begins a save while another is begun": Program(
+        SLOW + DATA + BOTH_BEGUN.format("save_async"), saved=("handler", "loop")
+    ),
+    "a handler begins a save while another is waited for": Program(
+        SLOW
+        + """
 from ostraka.saving import background as _handle
 wait = _handle.SaveHandle._wait_for_end
 
@@ -170,14 +174,12 @@ signal.signal(signal.SIGUSR1, lambda *_: ostraka.save_async(handler, tree))
 ostraka.save_async(root + "/first", tree)
 _handle.SaveHandle._wait_for_end = interrupted
 ostraka.save_async(root + "/second", tree)
-"""
-    run(SLOW + body, tmp_path)
-    for name in ("first", "handler", "second"):
-        assert ostraka.verify(tmp_path / name).ok
-
-
-def test_the_error_of_a_save_that_a_handler_has_begun_is_not_lost(tmp_path: Path):
-    body = """
+""",
+        saved=("first", "handler", "second"),
+    ),
+    "the error of a save that a handler has begun is not lost": Program(
+        DATA
+        + """
 import logging
 logging.getLogger("ostraka").addHandler(logging.NullHandler())
 os.mkdir(root + "/handler")
@@ -188,61 +190,129 @@ try:
 except ostraka.errors.PathInTheWay:
     print("told")
 ostraka.save(root + "/next", tree)
-"""
-    assert run(DATA + body, tmp_path) == "told\n"
+""",
+        "told\n",
+        ("next",),
+    ),
+    # Before the child has got rid of the manager's handler, as it is with start(); terminate().
+    "SIGTERM comes to a child before it has begun": Program(
+        """
+manager = ostraka.Manager(root)
+before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+children.append(True)
+in_child(lambda: None)
+print(manager.reached_preemption(1), signal.pthread_sigmask(signal.SIG_BLOCK, []) == before)
+os.kill(os.getpid(), signal.SIGTERM)
+print(manager.reached_preemption(2))
+""",
+        "-15\nFalse True\nTrue\n",
+        start=START
+        + """
+children = []
+
+def end_child():
+    if children:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+os.register_at_fork(after_in_child=end_child)
+""",
+    ),
+    "a child that is forked during retention can look": Program(
+        """
+deleting, go_on = threading.Event(), threading.Event()
+
+def stop(verb, name):
+    if verb == "delete" and name.startswith("step_00000001"):
+        deleting.set()
+        go_on.wait()
+
+with ostraka.Manager(root) as manager:
+    manager.save(1, tree)
+manager = ostraka.Manager(FaultyStore(root, before=stop), keep=1)
+manager.save(2, tree)
+deleting.wait()
+in_child(lambda: print(manager.steps(), flush=True))
+go_on.set()
+manager.close()
+""",
+        "[1, 2]\n0\n",
+    ),
+    "a child that is forked while a checkpoint is read can read it": Program(
+        """
+reading, go_on = threading.Event(), threading.Event()
+
+def stop(verb, name):
+    if verb == "get" and threading.current_thread() is not threading.main_thread():
+        reading.set()
+        go_on.wait()
+
+ostraka.save(root, tree)
+checkpoint = ostraka.open(FaultyStore(root, before=stop))
+reader = threading.Thread(target=lambda: checkpoint["w"][:3])
+reader.start()
+reading.wait()
+in_child(lambda: print(checkpoint["w"][:3], flush=True))
+go_on.set()
+reader.join()
+""",
+        "[0. 1. 2.]\n0\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name: str, tmp_path: Path):
+    program = PROGRAMS[name]
+    assert run_quietly(program.start + IMPORTS + program.body, tmp_path) == program.out
+    for checkpoint in program.saved:
+        assert ostraka.verify(tmp_path / checkpoint).ok
 
 
 # Interrupts
 
 
-def test_a_close_that_was_interrupted_can_be_made_up_for(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-):
-    def interrupt(self: Any) -> None:
-        raise KeyboardInterrupt("Ctrl-C")
-
-    manager = ostraka.Manager(place)
-    with monkeypatch.context() as patch:
-        patch.setattr("ostraka.manager._preempt.Preemption.stop", interrupt)
-        with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
-            manager.close()
-    ostraka.Manager(place).close()
+def test_a_close_that_was_interrupted_can_be_made_up_for(tmp_path: Path):
+    manager = ostraka.Manager(tmp_path)
+    with (
+        patch("ostraka.manager._preempt.Preemption.stop", side_effect=KeyboardInterrupt("Ctrl-C")),
+        pytest.raises(KeyboardInterrupt, match="Ctrl-C"),
+    ):
+        manager.close()
+    ostraka.Manager(tmp_path).close()
     manager.close()
 
 
-def save_interrupted(root: str, part: str, who: int) -> list[str]:
+PARTS = [(part, who) for part in ("in_the_background", "in_the_manager") for who in (0, 1)]
+
+
+def save_interrupted(root: str, part: str, who: int) -> str:
     """Interrupt a save on one process, then save again on all."""
     from ostraka.processes import operation
     from ostraka.saving import save as _save
 
-    told: list[str] = []
-    tree = {"w": np.arange(10)}
-    start, begin = operation.Operation._start_listening, _save.run_in_background
+    is_manager = part == "in_the_manager"
+    owner, name = (
+        (operation.Operation, "_start_listening") if is_manager else (_save, "run_in_background")
+    )
+    real = getattr(owner, name)
     interrupts = [KeyboardInterrupt()] if jax.process_index() == who else []
 
-    def interrupt_threads(self: Any) -> None:
-        start(self)
+    def interrupt(*args: Any) -> Any:
+        if is_manager:
+            real(*args)  # the thread has been started
         if interrupts:
             raise interrupts.pop()
+        return None if is_manager else real(*args)
 
-    def interrupt_background(*args: Any) -> Any:
-        if interrupts:
-            raise interrupts.pop()
-        return begin(*args)
-
-    if part == "in_the_background":
-        _save.run_in_background = interrupt_background
-    else:
-        operation.Operation._start_listening = interrupt_threads
-    try:
-        if part == "in_the_manager":
-            ostraka.Manager(f"{root}/manager")
+    tree = {"w": np.arange(10)}
+    with patch.object(owner, name, interrupt):
+        if is_manager:
+            told, _ = caught(lambda: ostraka.Manager(f"{root}/manager"))
         else:
-            ostraka.save_async(f"{root}/first", tree).wait()
-    except BaseException as error:
-        told.append(type(error).__name__)
+            told, _ = caught(lambda: ostraka.save_async(f"{root}/first", tree).wait())
     ostraka.save(f"{root}/second", tree)
-    return told + threads_that_stay()
+    assert threads_that_stay() == []
+    return told
 
 
 def threads_that_stay() -> list[str]:
@@ -254,14 +324,33 @@ def threads_that_stay() -> list[str]:
     return [thread.name for thread in ours if thread.is_alive()]
 
 
-@pytest.mark.parametrize("part", ["in_the_background", "in_the_manager"])
-@pytest.mark.parametrize("who", [0, 1])
-def test_an_interrupt_between_the_parts_of_a_save_reaches_all(part: str, who: int, place: Place):
-    results = run_processes(save_interrupted, str(place), part, who)
-    other = "SaveFailed" if part == "in_the_background" else "OstrakaError"
-    expected = [["KeyboardInterrupt"] if number == who else [other] for number in range(2)]
-    assert [result.value for result in results] == expected
-    assert ostraka.verify(place / "second").ok
+def save_without_threads(root: str) -> str:
+    start = threading.Thread.start
+
+    def fail(self: threading.Thread) -> None:
+        if self.name.startswith("ostraka_listen") and jax.process_index() == 1:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with patch.object(threading.Thread, "start", fail):
+        return caught(lambda: ostraka.save(root, {"w": np.arange(10)}))[1]
+
+
+def fail_between_parts(root: str) -> tuple[list[str], str]:
+    told = [save_interrupted(f"{root}/{part} {who}", part, who) for part, who in PARTS]
+    return told, save_without_threads(f"{root}/x")
+
+
+def test_a_failure_between_the_parts_of_a_save_reaches_all(place: Place):
+    for result in run_processes(fail_between_parts, str(place)):
+        told, said = result.value
+        others = {"in_the_background": "SaveFailed", "in_the_manager": "OstrakaError"}
+        assert told == [
+            "KeyboardInterrupt" if result.process == who else others[part] for part, who in PARTS
+        ]
+        assert "process 1: RuntimeError: can't start new thread" in said
+    for part, who in PARTS:
+        assert ostraka.verify(place / f"{part} {who}" / "second").ok
 
 
 INTERRUPT_EVERYWHERE = """
@@ -269,6 +358,7 @@ import gc, linecache
 from pathlib import Path
 
 FILES = {%s}
+root = "memory://everywhere"  # hundreds of saves to a disk would take long
 signal.alarm(600)
 
 
@@ -310,7 +400,6 @@ while not done:
     tree["w"] = tree["w"] + 1
     ostraka.save(root + "/second", tree)
     assert ostraka.restore(root + "/second")["w"][0] == tree["w"][0]
-    assert ostraka.verify(root + "/second").ok
     assert gc.isenabled()
     in_thread = threading.Thread(target=ostraka.save, args=(root + "/third", tree))
     in_thread.start()
@@ -323,93 +412,5 @@ print("steps", number > 20)
 @pytest.mark.parametrize("files", ["background.py", "save.py", "threading.py"])
 def test_an_interrupt_at_any_line_of_beginning_a_save_costs_no_other(files: str, tmp_path: Path):
     """Ctrl-C as the thread is started once left its work to two, or to nobody."""
-    assert run(INTERRUPT_EVERYWHERE % repr(files), tmp_path) == "steps True\n"
-
-
-def save_without_threads(root: str) -> str:
-    start = threading.Thread.start
-
-    def fail(self: threading.Thread) -> None:
-        if self.name.startswith("ostraka_listen") and jax.process_index() == 1:
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    threading.Thread.start = fail
-    try:
-        ostraka.save(root, {"w": np.arange(10)})
-    except ostraka.errors.SaveFailed as error:
-        return str(error)
-    return "saved"
-
-
-def test_a_process_that_can_start_no_thread_says_so(place: Place):
-    said = [result.value for result in run_processes(save_without_threads, str(place / "x"))]
-    assert all("process 1: RuntimeError: can't start new thread" in text for text in said), said
-
-
-# Forks
-
-
-def test_sigterm_that_comes_to_a_child_before_it_has_begun(tmp_path: Path):
-    # Before the child has got rid of the manager's handler, as it is with start(); terminate().
-    early = """
-children = []
-
-def end_child():
-    if children:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-os.register_at_fork(after_in_child=end_child)
-"""
-    body = """
-manager = ostraka.Manager(root)
-before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-children.append(True)
-in_child(lambda: None)
-print(manager.reached_preemption(1), signal.pthread_sigmask(signal.SIG_BLOCK, []) == before)
-os.kill(os.getpid(), signal.SIGTERM)
-print(manager.reached_preemption(2))
-"""
-    assert run(body, tmp_path, start=START + early) == "-15\nFalse True\nTrue\n"
-
-
-def test_a_child_that_is_forked_during_retention_can_look(tmp_path: Path):
-    body = """
-deleting, go_on = threading.Event(), threading.Event()
-
-def stop(verb, name):
-    if verb == "delete" and name.startswith("step_00000001"):
-        deleting.set()
-        go_on.wait()
-
-with ostraka.Manager(root) as manager:
-    manager.save(1, tree)
-manager = ostraka.Manager(FaultyStore(root, before=stop), keep=1)
-manager.save(2, tree)
-deleting.wait()
-in_child(lambda: print(manager.steps(), flush=True))
-go_on.set()
-manager.close()
-"""
-    assert run(body, tmp_path) == "[1, 2]\n0\n"
-
-
-def test_a_child_that_is_forked_while_a_checkpoint_is_read_can_read_it(tmp_path: Path):
-    body = """
-reading, go_on = threading.Event(), threading.Event()
-
-def stop(verb, name):
-    if verb == "get" and threading.current_thread() is not threading.main_thread():
-        reading.set()
-        go_on.wait()
-
-ostraka.save(root, tree)
-checkpoint = ostraka.open(FaultyStore(root, before=stop))
-reader = threading.Thread(target=lambda: checkpoint["w"][:3])
-reader.start()
-reading.wait()
-in_child(lambda: print(checkpoint["w"][:3], flush=True))
-go_on.set()
-reader.join()
-"""
-    assert run(body, tmp_path) == "[0. 1. 2.]\n0\n"
+    program = START + IMPORTS + INTERRUPT_EVERYWHERE % repr(files)
+    assert run_quietly(program, tmp_path) == "steps True\n"

@@ -8,8 +8,9 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,13 +20,12 @@ from unittest.mock import patch
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import ostraka
 from figures import Figures
 from mounts import mounted
-from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed, store_error
+from numbered import CLEAN, caught, make_tree, names_in, number_in, restored_number
+from ostraka.errors import Busy, store_error
 from ostraka.layout import shard_file
 from ostraka.processes import operation as _coordinate
 from ostraka.processes import service
@@ -36,60 +36,14 @@ from ostraka.storage import file as _file
 from ostraka.testing import FaultyStore, run_processes
 from places import BucketPath, Place, at, copy_tree, flip
 
-WITHIN_S = 60.0
-"""From the failure of one process until all have raised: far less than any time limit here."""
-LONG_S = 60.0
 NEVER_S = 1000.0
 DEAD_AFTER_S = 10.0
 """Long enough for a process that lives and does not get its turn for a while."""
 
 
-def make_tree(number: int, rows: int = 96) -> dict[str, Any]:
-    """Every element of every leaf is `number`, so that a mix of two saves shows."""
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-
-    def place(shape: tuple[int, ...], spec: P) -> jax.Array:
-        value = np.full(shape, number, np.float32)
-        sharding = NamedSharding(mesh, spec)
-        return jax.make_array_from_callback(shape, sharding, lambda index: value[index])
-
-    return {
-        "sharded": place((rows, 128), P("x")),
-        "replicated": place((rows, 32), P()),
-        "host": np.full(1000, number),
-        "number": number,
-    }
-
-
-def number_in(tree: dict[str, Any]) -> int | str:
-    """The number that a tree is made of, as far as this process holds it."""
-    found = {int(tree["number"]), *np.unique(tree["host"]).tolist()}
-    for name in ("sharded", "replicated"):
-        for shard in tree[name].addressable_shards:
-            found |= {int(n) for n in np.unique(np.asarray(shard.data))}
-    return found.pop() if len(found) == 1 else f"a mix of {sorted(found)}"
-
-
-def names_in(path: str | Place) -> list[str]:
-    """What is in a checkpoint's directory: without leftovers `_METADATA` and one directory."""
-    return [name.split("-")[0] for name in open_store(path).list()]
-
-
-CLEAN = ["_METADATA", "shards"]
-
-
 def wait_for_ever() -> None:
     """Nobody is given up because of the time: who hears of a failure was told of it."""
-    _coordinate.ARRIVE_WITHIN_S = NEVER_S
-    _coordinate.DEAD_AFTER_S = NEVER_S
-
-
-def in_time(attempt: Callable[[Place], float], folder: Place, limit_s: float = WITHIN_S) -> bool:
-    """Whether one of three tries took less.
-
-    A process that the machine does not let run is late once or twice, but not each time.
-    """
-    return any(attempt(folder / str(number)) < limit_s for number in range(3))
+    _coordinate.ARRIVE_WITHIN_S = _coordinate.DEAD_AFTER_S = NEVER_S
 
 
 def meet(name: str) -> None:
@@ -100,359 +54,216 @@ def meet(name: str) -> None:
     client.wait_at_barrier(name, timeout_in_ms=200_000)
 
 
+def wait_for(*marks: Place, unless: Callable[[], bool] = lambda: False) -> None:
+    while not all(mark.exists() for mark in marks) and not unless():
+        time.sleep(0.01)
+
+
+def in_thread(work: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+    """Do something to processes beside the run that has started them."""
+    return lambda popens: threading.Thread(target=work, args=(popens,), daemon=True).start()
+
+
 # Faults, each on one process
 
 
 @contextmanager
 def broken(
-    owner: Any, name: str, error: BaseException, *, after: int = 0
-) -> Generator[list[float], None, None]:
-    """Let a function raise, from its call number `after` on; yields the times at which it did."""
-    real = getattr(owner, name)
-    raised_at: list[float] = []
-    calls = 0
+    path: str, owner: Any, name: str, error: BaseException, *, after: int = 0
+) -> Generator[str]:
+    """Let a function raise, from its call number `after` on."""
+    real, calls = getattr(owner, name), count()
 
     def fail(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls <= after:
+        if next(calls) < after:
             return real(*args, **options)
-        raised_at.append(time.monotonic())
         raise error
 
     with patch.object(owner, name, fail):
-        yield raised_at
+        yield path
 
 
 @contextmanager
-def small_files(nbytes: int) -> Generator[list[float], None, None]:
+def small_files(path: str) -> Generator[str]:
     """No file of this process may grow past a size."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     try:
-        yield [time.monotonic()]
+        yield path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-class Raised(list[float]):
-    """When a fault came up, and the store that has it."""
-
-    store: FaultyStore
+def breaking(owner: Any, name: str, error: BaseException, after: int = 0) -> Callable[[str], Any]:
+    return lambda path: broken(path, owner, name, error, after=after)
 
 
-@contextmanager
-def failing(
-    path: str, verb: str, error: BaseException, *, name: str = "", after: int = 0
-) -> Generator[Raised, None, None]:
-    """A store whose verb raises, for files of this name, from its call number `after` on."""
+def failing(verb: str, error: BaseException, *, name: str = "") -> Callable[[str], Any]:
+    """A store whose verb raises for files of this name."""
 
     def fail(called: str, file: str) -> None:
-        if called == verb and file.endswith(name) and next(calls) >= after:
-            raised.append(time.monotonic())
+        if called == verb and file.endswith(name):
             raise error
 
-    calls = count()
-    raised = Raised()
-    raised.store = FaultyStore(path, before=fail)
-    yield raised
-
-
-def no_space() -> OSError:
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return lambda path: nullcontext(FaultyStore(path, before=fail))
 
 
 @contextmanager
-def sync_after_commit(path: str) -> Generator[list[float], None, None]:
+def sync_after_commit(path: str) -> Generator[str]:
     """`_METADATA` is new, but the store won't say that it will stay so."""
     kind: Any = type(open_store(path))
     real = kind.put
-    raised_at: list[float] = []
 
     def put(store: Any, name: str, data: bytes, **options: Any) -> None:
         real(store, name, data, **options)
         if name == "_METADATA":
-            raised_at.append(time.monotonic())
-            raise eio("directory")
+            raise system_error(errno.EIO)
 
     with patch.object(kind, "put", put):
-        yield raised_at
+        yield path
 
 
 @contextmanager
-def held(path: str) -> Generator[list[float], None, None]:
+def held(path: str) -> Generator[str]:
     """As if another program were saving to the path."""
     with claimed(open_store(path)):
-        yield [time.monotonic()]
+        yield path
+
+
+def slow_to_clean_up(path: str, *, fails: bool = False) -> Any:
+    """One fails and takes its time to remove files: the others must not be blamed for it."""
+
+    def before(verb: str, name: str) -> None:
+        if verb == "write" and fails:
+            raise system_error(errno.EIO)
+        time.sleep({"write": 0.2, "delete": 0.4}.get(verb, 0.0))
+
+    return nullcontext(FaultyStore(path, before=before))
+
+
+def system_error(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    process: int
+    said: str
+    """All must say it."""
+    make: Callable[[str], Any]
+    """Brings it about on that process: yields the path or the store to save to."""
+    others: Callable[[str], Any] = nullcontext
+    of_directories: bool = False
+    """Brought about where the system is called: a bucket is reached in another way."""
+    kind: str = "SaveFailed"
+    """What is raised on the process where it comes from."""
+
+
+IO_ERROR = "Input/output error"
+EIO = system_error(errno.EIO)
+FULL = system_error(errno.ENOSPC)
+DENIED = system_error(errno.EACCES)
+CAT = "the cat sat on it"
+FAULTS = {
+    "file too large": Fault(2, "File too large", small_files, of_directories=True),
+    "fsync": Fault(2, IO_ERROR, breaking(os, "fsync", EIO), of_directories=True),
+    "late": Fault(1, IO_ERROR, breaking(os, "pwritev", EIO, after=1), of_directories=True),
+    "index": Fault(2, IO_ERROR, breaking(os, "replace", EIO), of_directories=True),
+    "write": Fault(2, IO_ERROR, failing("write", EIO)),
+    "create": Fault(3, "Permission denied", failing("create", DENIED)),
+    "finish": Fault(2, IO_ERROR, failing("finish", EIO)),
+    "put": Fault(2, IO_ERROR, failing("put", EIO, name=".json")),
+    "any exception": Fault(2, f"RuntimeError: {CAT}", failing("write", RuntimeError(CAT))),
+    "no memory": Fault(1, "MemoryError", breaking(shard_file, "block_digest", MemoryError())),
+    "plan": Fault(2, "ZeroDivisionError", breaking(_save, "plan_write", ZeroDivisionError())),
+    "plan on 0": Fault(0, "KeyError: 'plan'", breaking(_save, "plan_write", KeyError("plan"))),
+    "capture": Fault(3, "TypeError: odd", breaking(_save, "capture", TypeError("odd"))),
+    "unsavable leaf": Fault(2, "leaf 'odd' is a", nullcontext),
+    "no path": Fault(2, "path is empty", lambda path: nullcontext("")),
+    "committing": Fault(0, FULL.args[1], failing("publish", FULL, name="_METADATA")),
+    "encoding": Fault(
+        0, "ValueError: much", breaking(_commit, "encode_metadata", ValueError("much"))
+    ),
+    "busy": Fault(0, "another save to", held),
+    "after the commit": Fault(0, IO_ERROR, sync_after_commit),
+    "slow clean-up": Fault(2, IO_ERROR, partial(slow_to_clean_up, fails=True), slow_to_clean_up),
+    "interrupt": Fault(
+        2,
+        "KeyboardInterrupt",
+        breaking(_write, "_write_all", KeyboardInterrupt()),
+        kind="KeyboardInterrupt",
+    ),
+    "exit": Fault(1, "SystemExit", breaking(_save, "plan_write", SystemExit()), kind="SystemExit"),
+}
 
 
 class Unsavable:
     pass
 
 
-def eio(name: str = "write") -> OSError:
-    return OSError(errno.EIO, os.strerror(errno.EIO), f"/the/{name}")
-
-
-FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
-    # name: the process that it is on, what all must say, how to bring it about
-    "file too large": (2, "File too large", lambda _: small_files(5000)),
-    "i/o error": (2, "Input/output error", lambda _: broken(os, "pwritev", eio())),
-    "permission": (
-        3,
-        "Permission denied",
-        lambda _: broken(
-            os, "open", PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/the/shard")
-        ),
-    ),
-    "fsync": (2, "Input/output error", lambda _: broken(os, "fsync", eio("fsync"))),
-    "late": (1, "Input/output error", lambda _: broken(os, "pwritev", eio(), after=1)),
-    "any exception": (
-        2,
-        "RuntimeError: the cat sat on it",
-        lambda path: failing(path, "write", RuntimeError("the cat sat on it")),
-    ),
-    "no memory": (
-        1,
-        "MemoryError",
-        lambda _: broken(shard_file, "block_digest", MemoryError()),
-    ),
-    "planning": (
-        2,
-        "ZeroDivisionError",
-        lambda _: broken(_save, "plan_write", ZeroDivisionError()),
-    ),
-    "planning on 0": (
-        0,
-        "KeyError: 'plan'",
-        lambda _: broken(_save, "plan_write", KeyError("plan")),
-    ),
-    "capture": (
-        3,
-        "TypeError: odd tree",
-        lambda _: broken(_save, "capture", TypeError("odd tree")),
-    ),
-    "committing": (
-        0,
-        "No space left on device",
-        lambda path: failing(path, "publish", no_space(), name="_METADATA"),
-    ),
-    "encoding": (
-        0,
-        "ValueError: too much",
-        lambda _: broken(_commit, "encode_metadata", ValueError("too much")),
-    ),
-    "busy": (0, "another save to", held),
-    "index": (2, "Input/output error", lambda _: broken(os, "replace", eio("index"))),
-    "after the commit": (0, "Input/output error", sync_after_commit),
-    "write": (2, "Input/output error", lambda path: failing(path, "write", eio())),
-    "create": (
-        3,
-        "Permission denied",
-        lambda path: failing(path, "create", PermissionError(errno.EACCES, "Permission denied")),
-    ),
-    "a late write": (1, "Input/output error", lambda path: failing(path, "write", eio(), after=1)),
-    "finish": (2, "Input/output error", lambda path: failing(path, "finish", eio())),
-    "put": (2, "Input/output error", lambda path: failing(path, "put", eio(), name=".json")),
-    "interrupt": (
-        2,
-        "KeyboardInterrupt",
-        lambda _: broken(_write, "_write_all", KeyboardInterrupt()),
-    ),
-    "exit": (1, "SystemExit", lambda _: broken(_save, "plan_write", SystemExit())),
-}
-OF_DIRECTORIES = {"file too large", "i/o error", "permission", "fsync", "late", "index"}
-"""Brought about where the system is called: a bucket is reached in another way."""
-BY_ITSELF = {"interrupt": "KeyboardInterrupt", "exit": "SystemExit"}
-"""What is raised as it is on the process where it came from."""
-
-
-def save_with_fault(path: str, fault: str) -> dict[str, Any]:
-    """Save 1, fail to save 2, look whether 1 is intact, save 3."""
-    me = jax.process_index()
-    process, _, make = FAULTS[fault]
-    ostraka.save(path, make_tree(1))
-    tree = make_tree(2)
-    said = kind = cause = None
-    raised_at: list[float] = []
-    with make(path) if me == process else nullcontext([]) as times:
-        try:
-            ostraka.save(getattr(times, "store", path), tree)
-        except BaseException as error:
-            said, kind, cause = str(error), type(error).__name__, getattr(error, "process", None)
-        caught_at = time.monotonic()
-        raised_at = list(times)
-    intact = number_in(ostraka.restore(path, like=tree))
-    ostraka.save(path, make_tree(3))
-    return {
-        "said": said,
-        "kind": kind,
-        "process": cause,
-        "raised at": raised_at[:1],
-        "caught at": caught_at,
-        "before": intact,
-        "after": number_in(ostraka.restore(path, like=tree)),
-        "names": names_in(path),
-    }
-
-
-def save_with_faults(root: str, faults: list[str]) -> dict[str, dict[str, Any]]:
+def save_with_faults(path: str, names: list[str]) -> list[tuple[Any, ...]]:
+    """Save, fail to save another tree, look whether the first is intact; again and again."""
     wait_for_ever()
-    return {fault: save_with_fault(f"{root}/{fault.replace('/', '')}", fault) for fault in faults}
+    ostraka.save(path, make_tree(0))
+    outcomes: list[tuple[Any, ...]] = []
+    for number, name in enumerate(names):
+        fault = FAULTS[name]
+        tree = make_tree(-1)
+        is_here = jax.process_index() == fault.process
+        if is_here and name == "unsavable leaf":
+            tree["odd"] = Unsavable()
+        said = kind = process = None
+        with (fault.make if is_here else fault.others)(path) as target:
+            try:
+                ostraka.save(target, tree)
+            except BaseException as error:
+                said, kind, process = str(error), type(error).__name__, vars(error).get("process")
+        intact = restored_number(path)
+        ostraka.save(path, make_tree(number + 1))
+        meet(f"after {name}")
+        outcomes.append((kind, said, process, intact, names_in(path)))
+        meet(f"before the fault after {name}")
+    assert restored_number(path) == len(names)
+    return outcomes
 
 
-def check_fault(root: Place, fault: str, outcomes: list[dict[str, Any]]) -> float:
-    """Returns how long it took until all had raised."""
-    process, cause, _ = FAULTS[fault]
-    (raised_at,) = outcomes[process]["raised at"]
-    for me, outcome in enumerate(outcomes):
-        where = (fault, me, outcome)
-        if me == process and fault in BY_ITSELF:
-            assert outcome["kind"] == BY_ITSELF[fault], where
-        else:
-            assert outcome["kind"] == "SaveFailed", where
-            assert outcome["process"] == process, where
-            assert f"on process {process}" in outcome["said"], where
-            assert cause in outcome["said"], where
-            assert str(root) in outcome["said"], where
-            assert "\n" not in outcome["said"], where
-        assert outcome["before"] in ((1, 2) if fault == "after the commit" else (1,)), where
-        assert outcome["after"] == 3, where
-        assert outcome["names"] == CLEAN, where
-    return max(outcome["caught at"] for outcome in outcomes) - raised_at
-
-
-@pytest.mark.parametrize("half", [0, 1])
-def test_a_failure_on_one_of_four_processes(place: Place, half: int):
-    on_disk = isinstance(place, Path)
-    faults = [fault for fault in FAULTS if on_disk or fault not in OF_DIRECTORIES][half::2]
-    results = run_processes(save_with_faults, str(place), faults, processes=4)
-    late = {
-        fault
-        for fault in faults
-        if check_fault(place, fault, [result.value[fault] for result in results]) >= WITHIN_S
-    }
-    assert all(in_time(partial(fail_once, fault), place / "again") for fault in late), late
-
-
-def fail_once(fault: str, folder: Place) -> float:
-    results = run_processes(save_with_faults, str(folder), [fault], processes=4)
-    return check_fault(folder, fault, [result.value[fault] for result in results])
-
-
-def save_unsavable(path: str) -> tuple[str, float]:
-    wait_for_ever()
-    tree = make_tree(1)
-    if jax.process_index() == 2:
-        tree["odd"] = Unsavable()
-    meet("begin")
-    begin = time.monotonic()
-    try:
-        ostraka.save(path, tree)
-    except SaveFailed as error:
-        return str(error), time.monotonic() - begin
-    return "saved", 0.0
-
-
-def seconds_until_unsavable_is_heard_of(folder: Place) -> float:
-    path = folder / "checkpoint"
-    results = run_processes(save_unsavable, str(path), processes=4)
-    assert all("on process 2: leaf 'odd' is a" in result.value[0] for result in results)
-    assert not path.exists()
-    return max(result.value[1] for result in results)
-
-
-def test_a_leaf_that_can_not_be_saved_on_one_process(place: Place):
-    assert in_time(seconds_until_unsavable_is_heard_of, place)
-
-
-def save_to_nowhere(path: str) -> list[str]:
-    """Process 2 does not know where to save; a later save of all must still work."""
-    wait_for_ever()
-    said: list[str] = []
-    try:
-        ostraka.save("" if jax.process_index() == 2 else path, make_tree(1))
-    except (SaveFailed, ValueError) as error:
-        said.append(str(error))
-    try:
-        ostraka.save(path, make_tree(2))
-        said.append("saved")
-    except SaveFailed as error:
-        said.append(str(error))
-    return said
-
-
-def seconds_without_a_path(folder: Place) -> float:
-    begin = time.monotonic()
-    results = run_processes(save_to_nowhere, str(folder / "checkpoint"), processes=4, check=False)
-    for result in results:
-        assert result.error is None, result.traceback
-        said, later = result.value
-        assert "path is empty" in said, result.process
-        assert later == "saved", result.process
-    return time.monotonic() - begin
-
-
-def test_a_process_without_a_path(place: Place):
-    assert in_time(seconds_without_a_path, place, NEVER_S / 4)
-
-
-def save_twice_with_slow_clean_up(path: str) -> tuple[str, int | str]:
-    """Process 2 fails and takes its time to remove files; the others must not be blamed for it."""
-    me = jax.process_index()
-    ostraka.save(path, make_tree(1))
-
-    def before(verb: str, name: str) -> None:
-        if verb == "write":
-            if me == 2:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            time.sleep(0.4)
-        elif verb == "delete":
-            time.sleep(1.0)
-
-    said = "saved"
-    try:
-        ostraka.save(FaultyStore(path, before=before), make_tree(2))
-    except SaveFailed as error:
-        said = str(error)
-    return said, number_in(ostraka.restore(path, like=make_tree(0)))
-
-
-def test_the_first_failure_is_the_one_that_is_named(place: Place):
+def test_a_failure_on_one_of_four_processes(place: Place):
+    is_bucket = isinstance(place, BucketPath)
+    names = [name for name, fault in FAULTS.items() if not (is_bucket and fault.of_directories)]
     path = str(place / "checkpoint")
-    for result in run_processes(save_twice_with_slow_clean_up, path, processes=4):
-        said, number = result.value
-        assert "on process 2" in said
-        assert "Input/output error" in said
-        assert number == 1
+    results = run_processes(save_with_faults, path, names, processes=4, timeout_s=500)
+    for result in results:
+        for number, (name, outcome) in enumerate(zip(names, result.value, strict=True)):
+            where = (name, result.process, outcome)
+            fault = FAULTS[name]
+            kind, said, process, intact, left = outcome
+            if result.process == fault.process and fault.kind != "SaveFailed":
+                assert kind == fault.kind, where
+            else:
+                assert (kind, process) == ("SaveFailed", fault.process), where
+                assert f"on process {fault.process}" in said, where
+                assert fault.said in said, where
+                assert path in said or name == "no path", where
+                assert "\n" not in said, where
+            assert intact in ((number, -1) if name == "after the commit" else (number,)), where
+            assert left == CLEAN, where
 
 
 # A full disk
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
-    with mounted(tmp_path / "small", options="size=24m", for_what="a disk that is full") as disk:
-        yield disk
-
-
 def fill_disk(path: str) -> tuple[str, int | str, int | str, list[str]]:
-    _coordinate._VERDICT_WITHIN_S = LONG_S  # several fail, and say the same once they are told
-    like = make_tree(0, rows=10_000)
+    _coordinate._VERDICT_WITHIN_S = 60.0  # several fail, and say the same once they are told
     ostraka.save(path, make_tree(1, rows=10_000))  # 6 MiB
-    said = "saved"
-    try:
-        ostraka.save(path, make_tree(2, rows=40_000))  # 24 MiB
-    except SaveFailed as error:
-        said = str(error)
-    before = number_in(ostraka.restore(path, like=like))
+    _, said = caught(lambda: ostraka.save(path, make_tree(2, rows=40_000)))  # 24 MiB
+    before = restored_number(path, rows=10_000)
     ostraka.save(path, make_tree(3, rows=10_000))
-    return said, before, number_in(ostraka.restore(path, like=like)), names_in(path)
+    return said, before, restored_number(path, rows=10_000), names_in(path)
 
 
-def test_a_full_disk(small_disk: Path):
-    results = run_processes(fill_disk, str(small_disk / "checkpoint"), processes=4)
+def test_a_full_disk(tmp_path: Path):
+    with mounted(tmp_path / "small", options="size=24m", for_what="a disk that is full") as disk:
+        results = run_processes(fill_disk, str(disk / "checkpoint"), processes=4)
     assert len({result.value[0] for result in results}) == 1
     for result in results:
         said, before, after, names = result.value
@@ -462,37 +273,41 @@ def test_a_full_disk(small_disk: Path):
         assert (before, after, names) == (1, 3, CLEAN)
 
 
-def test_a_full_disk_with_one_process(small_disk: Path):
-    path = small_disk / "checkpoint"
-    ostraka.save(path, {"a": np.ones(1 << 20)})
-    with pytest.raises(SaveFailed, match="No space left on device") as caught:
-        ostraka.save(path, {"a": np.ones(4 << 20)})
-    assert str(path) in str(caught.value)
-    assert names_in(path) == CLEAN
-    assert ostraka.restore(path)["a"].sum() == 1 << 20
-
-
 # A process that dies
 
 
-def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
-    """One process kills itself in the middle of its shard; how long ago it was heard of, and died.
+def stop_while_writing(path: str) -> tuple[str, int | str]:
+    """Process 2 stands still for so long that it counts as dead, and then goes on."""
+    once = threading.Lock()  # a second thread that stopped the process would stop it for good
+    stopped = at(path + ".stopped")
 
-    The first is at least as long as since it last answered a roll call, or came. No process has a
+    def stop(verb: str, name: str) -> None:
+        if verb != "write":
+            return
+        with once:
+            if jax.process_index() == 2 and not stopped.exists():
+                stopped.touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    _, said = caught(lambda: ostraka.save(FaultyStore(path, before=stop), make_tree(2)))
+    at(f"{path}.over{jax.process_index()}").touch()
+    return said, restored_number(path)
+
+
+def die_while_writing(path: str, dying: int) -> tuple[str, float]:
+    """One process kills itself in the middle of its shard; how long it had not been heard of then.
+
+    That is at least as long as since it last answered a roll call, or came. No process has a
     connection that would tell: as if its host was gone, or their ports were blocked.
     """
     service.Connections.open = lambda self: None
-    _coordinate.ARRIVE_WITHIN_S = NEVER_S
-    _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    me = jax.process_index()
-    ostraka.save(path, make_tree(1))
     mark = at(path + ".died")
     heard_s = time.monotonic()
     real_set = service.Keys.set
 
     def die(verb: str, name: str) -> None:
-        if me == dying and verb == "finish":
-            mark.write_text(f"{heard_s} {time.monotonic()}")
+        if jax.process_index() == dying and verb == "finish":
+            mark.write_text(str(heard_s))
             os.kill(os.getpid(), signal.SIGKILL)
 
     def set_and_note(keys: Any, key: str, value: Any) -> None:
@@ -503,218 +318,112 @@ def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
             heard_s = begin
 
     with patch.object(service.Keys, "set", set_and_note):
-        try:
-            ostraka.save(FaultyStore(path, before=die), make_tree(2))
-        except SaveFailed as error:
-            if dying == 0:
-                time.sleep(NEVER_S)  # JAX is about to end this process too
-            caught_at = time.monotonic()
-            heard_at, died_at = map(float, mark.read_text().split())
-            return str(error), caught_at - heard_at, caught_at - died_at
-    return "saved", 0.0, 0.0
+        _, said = caught(lambda: ostraka.save(FaultyStore(path, before=die), make_tree(2)))
+    if dying == 0:
+        time.sleep(NEVER_S)  # JAX is about to end this process too
+    return said, time.monotonic() - float(mark.read_text())
+
+
+def stop_then_die(path: str) -> tuple[tuple[str, int | str], tuple[str, float]]:
+    service.Connections.open = lambda self: None
+    wait_for_ever()
+    _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
+    ostraka.save(path, make_tree(1))
+    stopped = stop_while_writing(path)
+    ostraka.save(path, make_tree(1))
+    meet("saved")
+    assert names_in(path) == CLEAN
+    meet("looked")
+    return stopped, die_while_writing(path, 3)
 
 
 def assert_intact(path: Place) -> None:
     """Version 1 is there, and a save in this process clears the rest away."""
     assert ostraka.verify(path).ok
-    like = make_tree(0)
-    assert number_in(ostraka.restore(path, like=like)) == 1
+    assert restored_number(path) == 1
     ostraka.save(path, make_tree(5))
-    assert number_in(ostraka.restore(path, like=like)) == 5
+    assert restored_number(path) == 5
     assert names_in(path) == CLEAN
 
 
-def seconds_until_a_death_is_heard_of(folder: Place) -> float:
-    path = folder / "checkpoint"
-    folder.mkdir()
-    results = run_processes(die_while_writing, str(path), 2, processes=4, check=False)
-    assert [result.exit_code for result in results] == [0, 0, -9, 0]
-    slowest = 0.0
-    for result in results:
-        if result.process == 2:
-            continue
-        said, unheard_s, dead_s = result.value
-        assert "on process 2: it has not been heard of for 10 s" in said
-        assert str(path) in said
-        assert unheard_s > DEAD_AFTER_S
-        slowest = max(slowest, dead_s)
-    assert_intact(path)
-    return slowest
-
-
 def test_a_process_that_is_killed(place: Place):
-    assert in_time(seconds_until_a_death_is_heard_of, place, DEAD_AFTER_S + WITHIN_S)
+    """Before that another one stands still for as long as if it were dead, and comes back."""
+    path = place / "checkpoint"
+
+    def wake(popens: list[Any]) -> None:
+        # Process 0 waits for it a little, before it cleans up.
+        marks = [at(f"{path}.over1"), at(f"{path}.over3")]
+        wait_for(*marks, unless=lambda: popens[2].returncode is not None)
+        popens[2].send_signal(signal.SIGCONT)
+
+    results = run_processes(
+        stop_then_die, str(path), processes=4, check=False, on_start=in_thread(wake)
+    )
+    assert [result.exit_code for result in results] == [0, 0, 0, -9], results
+    for result in results[:3]:
+        stopped, (said, unheard_s) = result.value
+        assert stopped[1] == 1
+        for process, words in ((2, stopped[0]), (3, said)):
+            assert f"{path} failed on process {process}: it has not been heard of for 10 s" in words
+        assert unheard_s > DEAD_AFTER_S
+    assert_intact(path)
 
 
-def die_between(path: str, dying: int) -> list[str]:
-    """One process kills itself when all have saved; what the others hear of it, each time."""
+def die_between(path: str) -> list[str]:
+    """Process 1 kills itself when all have saved; what the others hear of it, each time."""
     wait_for_ever()
     ostraka.save(path, make_tree(1))
     manager = ostraka.Manager(f"{path}.runs", asynchronous=False)
-    if jax.process_index() == dying:
+    if jax.process_index() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     attempts: list[Callable[[], object]] = [
         lambda: ostraka.save(path, make_tree(2)),
         lambda: ostraka.save_async(path, make_tree(2)).wait(),
-        lambda: ostraka.restore(path, like=make_tree(0)),
+        lambda: restored_number(path),
         lambda: manager.save(1, make_tree(2)),
         manager.latest,
     ]
-    said: list[str] = []
-    for attempt in attempts:
-        try:
-            attempt()
-        except (ostraka.errors.OstrakaError, _coordinate.ProcessFailed) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    return [": ".join(caught(attempt)) for attempt in attempts]
 
 
-@pytest.mark.parametrize("dying", [1, 3])
-def test_a_process_that_is_killed_between_two_saves(place: Place, dying: int):
+def test_a_process_that_is_killed_between_two_saves(place: Place):
     """The others never wait for it, though they would wait for ever for one that is late."""
     path = place / "checkpoint"
-    results = run_processes(die_between, str(path), dying, processes=4, check=False)
-    assert [result.exit_code for result in results] == [-9 * (n == dying) for n in range(4)]
-    for result in results:
-        if result.process == dying:
-            continue
-        assert len(result.value) == 5, result.value
+    results = run_processes(die_between, str(path), processes=3, check=False)
+    assert [result.exit_code for result in results] == [0, -9, 0]
+    kinds = ["SaveFailed", "SaveFailed", "RestoreFailed", "SaveFailed", "OstrakaError"]
+    for result in (results[0], results[2]):
+        assert [said.split(":")[0] for said in result.value] == kinds
         for said in result.value:
-            assert f"process {dying}: it has ended, or was killed, before it came to" in said
-    assert [said.split(":")[0] for said in results[0].value[:3]] == [
-        "SaveFailed",
-        "SaveFailed",
-        "RestoreFailed",
-    ]
+            assert "process 1: it has ended, or was killed, before it came to" in said
     assert_intact(path)
+
+
+def die_first(path: str) -> None:
+    ostraka.save(path, make_tree(1))
+    die_while_writing(path, 0)
 
 
 def test_process_0_is_killed(place: Place, monkeypatch: pytest.MonkeyPatch):
     """JAX ends the others: nobody is left to raise, and nothing is committed."""
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", 3.0)  # which it is
     path = place / "checkpoint"
-    results = run_processes(die_while_writing, str(path), 0, processes=4, check=False)
+    results = run_processes(die_first, str(path), processes=3, check=False)
     assert results[0].exit_code == -9
     assert all(result.exit_code != 0 for result in results)
     assert_intact(path)
 
 
-def stay_away(path: str) -> str:
-    """One process never comes to the save."""
-    _coordinate.ARRIVE_WITHIN_S = 10.0  # the others are sure to come in this time
-    said = "stayed away"
-    meet("begin")
-    if jax.process_index() != 1:
-        try:
-            ostraka.save(path, make_tree(1))
-            said = "saved"
-        except SaveFailed as error:
-            said = str(error)
-    meet("end")
-    return said
-
-
-def test_a_process_that_never_comes(place: Place):
-    path = place / "checkpoint"
-    results = run_processes(stay_away, str(path), processes=3)
-    assert results[1].value == "stayed away"
-    for said in (results[0].value, results[2].value):
-        assert "on process 1: it did not" in said
-        assert said.endswith("in 10 s")
-    assert not path.exists()
-
-
-def write_slowly(path: str) -> int | str:
-    """One process takes longer than the others would wait for one that does not come at all."""
-    wait_for_ever()
-    _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    begin = time.monotonic()
-
-    def before(verb: str, name: str) -> None:
-        if verb != "finish":
-            return
-        _coordinate.ARRIVE_WITHIN_S = 1.0  # by now all have come
-        if jax.process_index() == 1:
-            time.sleep(max(0.0, begin + DEAD_AFTER_S + 1 - time.monotonic()))
-
-    meet("begin")
-    begin = time.monotonic()
-    ostraka.save(FaultyStore(path, before=before), make_tree(1))
-    wait_for_ever()
-    return number_in(ostraka.restore(path, like=make_tree(0)))
-
-
-def test_a_slow_process_is_waited_for(place: Place):
-    results = run_processes(write_slowly, str(place / "checkpoint"), processes=2)
-    assert [result.value for result in results] == [1, 1]
-
-
-def stop_while_writing(path: str) -> tuple[str, int | str, int | str, list[str]]:
-    """One process stands still for so long that it counts as dead, and then goes on."""
-    wait_for_ever()
-    _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    like = make_tree(0)
-    ostraka.save(path, make_tree(1))
-    stopped = at(path + ".stopped")
-    once = threading.Lock()  # a second thread that stopped the process would stop it for good
-
-    def stop(verb: str, name: str) -> None:
-        if verb != "write":
-            return
-        with once:
-            if jax.process_index() == 2 and not stopped.exists():
-                stopped.touch()
-                os.kill(os.getpid(), signal.SIGSTOP)
-
-    said = "saved"
-    try:
-        ostraka.save(FaultyStore(path, before=stop), make_tree(2))
-    except SaveFailed as error:
-        said = str(error)
-    at(f"{path}.over{jax.process_index()}").touch()
-    before = number_in(ostraka.restore(path, like=like))
-    ostraka.save(path, make_tree(3))
-    return said, before, number_in(ostraka.restore(path, like=like)), names_in(path)
-
-
-def wake(process: int, marks: list[Place]) -> Callable[[list[Any]], None]:
-    """Once all files are there."""
-
-    def watch(popen: Any) -> None:
-        while not all(mark.exists() for mark in marks) and popen.returncode is None:
-            time.sleep(0.01)
-        popen.send_signal(signal.SIGCONT)
-
-    return lambda popens: threading.Thread(
-        target=watch, args=(popens[process],), daemon=True
-    ).start()
-
-
-def test_a_process_that_stands_still_and_comes_back(place: Place):
-    path = place / "checkpoint"
-    results = run_processes(
-        stop_while_writing,
-        str(path),
-        processes=4,
-        # Process 0 waits for it a little, before it cleans up.
-        on_start=wake(2, [at(f"{path}.over1"), at(f"{path}.over3")]),
-    )
-    for result in results:
-        said, before, after, names = result.value
-        assert "on process 2: it has not been heard of" in said
-        assert (before, after, names) == (1, 3, CLEAN)
-
-
 def be_stopped_while_writing(path: str, awake: str, calls: str) -> int | str:
-    """The machine is suspended for longer than it takes to count as dead."""
-    _coordinate.ARRIVE_WITHIN_S = NEVER_S
-    _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
+    """The machine is suspended for longer than it takes to count as dead, or not to come."""
+    wait_for_ever()
     real_call = _coordinate.Operation._call_roll
 
     def before(verb: str, name: str) -> None:
-        if verb == "finish" and jax.process_index() == 1:
-            while not os.path.exists(awake):
-                time.sleep(0.01)
+        if verb == "finish":  # by now all have come
+            _coordinate.ARRIVE_WITHIN_S, _coordinate.DEAD_AFTER_S = 1.0, DEAD_AFTER_S
+            if jax.process_index() == 1:
+                wait_for(Path(awake))
 
     def call_roll(operation: Any, stage: str, roll: Any) -> None:
         real_call(operation, stage, roll)
@@ -724,18 +433,18 @@ def be_stopped_while_writing(path: str, awake: str, calls: str) -> int | str:
 
     with patch.object(_coordinate.Operation, "_call_roll", call_roll):
         ostraka.save(FaultyStore(path, before=before), make_tree(1))
-    return number_in(ostraka.restore(path, like=make_tree(0)))
+    wait_for_ever()
+    return restored_number(path)
 
 
 def test_a_machine_that_is_suspended_in_the_middle(place: Place, tmp_path: Path):
     awake, calls = tmp_path / "awake", tmp_path / "calls"
+    calls.touch()
 
     def wait_for_roll_calls(popens: list[Any], number: int) -> None:
         """Wait for so many more."""
-        least = number + (calls.stat().st_size if calls.exists() else 0)
-        while not calls.exists() or calls.stat().st_size < least:
-            if any(popen.returncode is not None for popen in popens):
-                break
+        least = number + calls.stat().st_size
+        while calls.stat().st_size < least and all(popen.returncode is None for popen in popens):
             time.sleep(0.01)
 
     def suspend(popens: list[Any]) -> None:
@@ -749,160 +458,98 @@ def test_a_machine_that_is_suspended_in_the_middle(place: Place, tmp_path: Path)
             time.sleep(0.8)  # so that process 0 goes on alone for a moment
         awake.touch()
 
-    results = run_processes(
-        be_stopped_while_writing,
-        str(place / "checkpoint"),
-        str(awake),
-        str(calls),
-        processes=2,
-        on_start=lambda popens: threading.Thread(
-            target=suspend, args=(popens,), daemon=True
-        ).start(),
-    )
+    paths = map(str, (place / "checkpoint", awake, calls))
+    results = run_processes(be_stopped_while_writing, *paths, on_start=in_thread(suspend))
     assert [result.value for result in results] == [1, 1]
 
 
 # Restores
 
 
-def restore_damaged(path: str) -> dict[str, Any]:
-    """Each process needs its own shard, and no other."""
+def restore_with_faults(path: str) -> list[tuple[str, str, int | None, str]]:
+    """A block is damaged that process 2 alone needs; then process 1 can't read, for two reasons."""
     wait_for_ever()
     me = jax.process_index()
-    like = {"sharded": make_tree(0)["sharded"]}
-    ostraka.save(path, {"sharded": make_tree(1)["sharded"]})
-    shards = sorted(at(path).glob("shards-*/shard_*.safetensors"))
-    flip_last_byte(shards[2], only=me == 0)
-    meet("flipped")
-    begin = time.monotonic()
-    said = kind = process = None
-    try:
-        ostraka.restore(path, like=like)
-    except (RestoreFailed, Damaged) as error:
-        said, kind, process = str(error), type(error).__name__, getattr(error, "process", None)
-    seconds = time.monotonic() - begin
-    flip_last_byte(shards[2], only=me == 0)
-    meet("flipped back")
-    again = ostraka.restore(path, like=like)["sharded"].addressable_data(0)
-    return {
-        "said": said,
-        "kind": kind,
-        "process": process,
-        "seconds": seconds,
-        "again": np.unique(np.asarray(again)).tolist(),
-        "file": shards[2].name,
-    }
+    sharded = {"sharded": make_tree(1)["sharded"]}
+    ostraka.save(path, sharded)
+    file = sorted(at(path).glob("shards-*/shard_*.safetensors"))[2]
+    found: list[tuple[str, str, int | None, str]] = []
 
-
-def flip_last_byte(file: Place, *, only: bool) -> None:
-    """On one process."""
-    if only:
-        flip(file, -1)
-
-
-def seconds_until_damage_is_heard_of(folder: Place) -> float:
-    path = folder / "checkpoint"
-    results = run_processes(restore_damaged, str(path), processes=4)
-    for result in results:
-        outcome = result.value
-        assert outcome["file"] in outcome["said"], outcome
-        assert str(path) in outcome["said"], outcome
-        assert "not as they were written" in outcome["said"], outcome
-        assert outcome["again"] == [1]
-        if result.process == 2:
-            assert outcome["kind"] == "Damaged"
-            assert "'sharded'" in outcome["said"]
-        else:
-            assert (outcome["kind"], outcome["process"]) == ("RestoreFailed", 2)
-            assert "on process 2" in outcome["said"], outcome
-    return max(result.value["seconds"] for result in results)
-
-
-def test_a_damaged_block_on_one_process(place: Place):
-    assert in_time(seconds_until_damage_is_heard_of, place)
-
-
-def restore_with_fault(path: str, code: int) -> tuple[str, str, float, int | str]:
-    """What the system says on one process, which may or may not be about the bytes."""
-    wait_for_ever()
-    me = jax.process_index()
-    like = make_tree(0)
-    ostraka.save(path, make_tree(1))
-    meet("begin")
-    begin = time.monotonic()
-    said = kind = ""
-    refusal = OSError(code, os.strerror(code))
-    source: Any = path
-    if me == 1 and isinstance(at(path), BucketPath):
-        refused = store_error("read", "a shard", refusal)
-        source = FaultyStore(path, fail={"read_into": refused})
-    with broken(os, "preadv", refusal) if me == 1 else nullcontext():
+    def restore(source: Any) -> None:
         try:
-            ostraka.restore(source, like=like)
+            ostraka.restore(source, like=sharded)
         except Exception as error:
-            said, kind = str(error), type(error).__name__
-    seconds = time.monotonic() - begin
-    return said, kind, seconds, number_in(ostraka.restore(path, like=like))
+            found.append((type(error).__name__, str(error), vars(error).get("process"), file.name))
+
+    for mark in ("flipped", "flipped back"):
+        if me == 0:
+            flip(file, -1)
+        meet(mark)
+        restore(path)
+    for code in (errno.ESTALE, errno.EIO):
+        refusal = system_error(code)
+        refused = store_error("read", "a shard", refusal)
+        in_bucket = isinstance(at(path), BucketPath)
+        source = FaultyStore(path, fail={"read_into": refused}) if in_bucket and me == 1 else path
+        with broken(path, os, "preadv", refusal) if me == 1 else nullcontext():
+            restore(source)
+        assert number_in(ostraka.restore(path, like=sharded)) == 1
+    return found
 
 
-def seconds_until_a_read_error_is_heard_of(code: int, raised: str, folder: Place) -> float:
-    results = run_processes(restore_with_fault, str(folder / "checkpoint"), code, processes=4)
-    for result in results:
-        said, kind, _, again = result.value
-        assert os.strerror(code) in said
-        assert kind == (raised if result.process == 1 else "RestoreFailed")
-        if result.process != 1:
-            assert "on process 1" in said
-        assert again == 1
-    return max(result.value[2] for result in results)
+def test_a_failed_read_on_one_of_four_processes(place: Place):
+    path = str(place / "checkpoint")
+    expected = [
+        (2, "Damaged", "not as they were written"),
+        (1, "StoreError", os.strerror(errno.ESTALE)),
+        (1, "Damaged", os.strerror(errno.EIO)),
+    ]
+    for result in run_processes(restore_with_faults, path, processes=4):
+        for (failing, raised, cause), outcome in zip(expected, result.value, strict=True):
+            kind, said, process, file = outcome
+            assert cause in said, outcome
+            if failing == 2:
+                assert file in said, outcome
+                assert path in said, outcome
+            if result.process == failing:
+                assert kind == raised, outcome
+                assert failing == 1 or "'sharded'" in said, outcome
+            else:
+                assert (kind, process) == ("RestoreFailed", failing), outcome
+                assert f"on process {failing}" in said, outcome
 
 
-@pytest.mark.parametrize(("code", "raised"), [(errno.ESTALE, "StoreError"), (errno.EIO, "Damaged")])
-def test_a_read_error_on_one_process(place: Place, code: int, raised: str):
-    assert in_time(partial(seconds_until_a_read_error_is_heard_of, code, raised), place)
-
-
-def restore_while_replaced(path: str) -> int | str:
+def restore_while_replaced(path: str, other: str) -> int | str:
     """Another save is committed after process 0 has read `_METADATA`, and before the others do."""
     from ostraka.restoring import restore as _read
 
+    ostraka.save(path, make_tree(1))
+    ostraka.save(other, make_tree(2))
+    meet("saved")
     me = jax.process_index()
-    like = make_tree(0)
-    real = _read.open_at
-    waited = False
+    real, calls = _read.open_at, count()
 
     def load(store: Any, names: Any) -> Any:
-        nonlocal waited
-        if waited:
+        if next(calls):
             return real(store, names)
-        waited = True
         if me != 0:
-            while not at(path + ".replaced").exists():
-                time.sleep(0.01)
+            wait_for(at(path + ".replaced"))
             return real(store, names)
         found = real(store, names)
+        (shards,) = at(other).glob("shards-*")
+        copy_tree(shards, at(path) / shards.name)
+        copy_tree(at(other) / "_METADATA", at(f"{path}.new"))
         at(path + ".new").rename(at(f"{path}/_METADATA"))  # pyright: ignore[reportArgumentType]
         at(path + ".replaced").touch()
         return found
 
-    meet("start")
     with patch.object(_read, "open_at", load):
-        return number_in(ostraka.restore(path, like=like))
-
-
-def save_two(path: str, other: str) -> None:
-    ostraka.save(path, make_tree(1))
-    ostraka.save(other, make_tree(2))
+        return restored_number(path)
 
 
 def test_processes_restore_the_same_save(place: Place):
     """Never a mix of two checkpoints, although each process reads for itself."""
-    path, other = place / "checkpoint", place / "other"
-    run_processes(save_two, str(path), str(other), processes=2)
-    (shards,) = other.glob("shards-*")
-    copy_tree(shards, path / shards.name)
-    copy_tree(other / "_METADATA", at(f"{path}.new"))
-    results = run_processes(restore_while_replaced, str(path), processes=2)
+    results = run_processes(restore_while_replaced, str(place / "checkpoint"), str(place / "other"))
     assert results[0].value == results[1].value
     assert results[0].value in (1, 2)
 
@@ -912,7 +559,7 @@ def test_processes_restore_the_same_save(place: Place):
 
 def ostraka_threads() -> list[str]:
     """Those that don't end; one that was just being started is given the time to."""
-    deadline = time.monotonic() + LONG_S
+    deadline = time.monotonic() + 60
     while True:
         names = [t.name for t in threading.enumerate() if t.name.startswith("ostraka")]
         if not names or time.monotonic() > deadline:
@@ -942,62 +589,49 @@ def interrupt(path: str, delay_s: float | None) -> Generator[str | FaultyStore]:
         timer.join()
 
 
-def interrupt_saves(path: str, trials: int, seed: int) -> dict[str, Any]:
-    """Ctrl-C at random moments of saves that overwrite each other."""
+def interrupt_saves(path: str, trials: int, seed: int) -> int:
+    """Ctrl-C at random moments of saves that overwrite each other; how many came in time."""
     # Whoever runs the tests in the background has interrupts ignored, here too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rng = np.random.default_rng(seed)
     values = [np.full((1 << 19,), 0.0, np.float32) for _ in range(16)]  # 32 MiB
 
-    def tree(number: int) -> dict[str, Any]:
+    def tree(number: int) -> list[np.ndarray]:
         for value in values:
             value[:] = number
-        return {"number": number, "values": values}
+        return values
 
-    ostraka.save(path, tree(0))
-    begin = time.monotonic()
-    ostraka.save(path, tree(0))
-    usual_s = time.monotonic() - begin
-    committed, interrupted = 0, 0
-    wrong: list[Any] = []
-    for number in range(1, trials + 1):
+    def save(number: int, target: Any = path) -> float:
         wanted = tree(number)
+        begin = time.monotonic()
+        ostraka.save(target, wanted)
+        return time.monotonic() - begin
+
+    save(0)
+    usual_s = save(0)
+    committed, interrupted = 0, 0
+    for number in range(1, trials + 1):
         # A timer may come too late each time: of every four one is made sure of.
         delay_s = None if number % 4 == 0 else rng.uniform(0, 1.1) * usual_s
         returned = False
         try:
-            with interrupt(path, delay_s) as place:
-                begin = time.monotonic()
-                ostraka.save(place, wanted)
-                usual_s = time.monotonic() - begin  # it differs by much from minute to minute
+            with interrupt(path, delay_s) as target:
+                usual_s = save(number, target)  # it differs by much from minute to minute
                 returned = True
         except KeyboardInterrupt:
             interrupted += not returned
-        found = read_number(path)
-        if found not in ((number,) if returned else (committed, number)):
-            wrong.append((number, committed, returned, found))
-        if threads := ostraka_threads():
-            wrong.append((number, threads))
-        committed = found if isinstance(found, int) else committed
-    ostraka.save(path, tree(-1))
-    return {
-        "interrupted": interrupted,
-        "wrong": wrong,
-        "last": read_number(path),
-        "names": names_in(path),
-    }
+        found = number_in(ostraka.restore(path))
+        where = f"trial {number}: {committed} before, {found} found, returned: {returned}"
+        assert found in ((number,) if returned else (committed, number)), where
+        assert ostraka_threads() == [], where
+        committed = found
+    save(-1)
+    assert number_in(ostraka.restore(path)) == -1
+    assert names_in(path) == CLEAN
+    return interrupted
 
 
-def read_number(path: str) -> int | str:
-    try:
-        tree = ostraka.restore(path)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    found = {tree["number"], *(int(n) for value in tree["values"] for n in np.unique(value))}
-    return found.pop() if len(found) == 1 else f"a mix of {sorted(found)}"
-
-
-@pytest.mark.parametrize("trials", [25, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("trials", [12, pytest.param(500, marks=pytest.mark.soak)])
 def test_an_interrupt_at_any_moment(place: Place, trials: int, figures: Figures):
     if isinstance(place, BucketPath):
         trials //= 3  # 32 MiB are much for moto
@@ -1005,16 +639,12 @@ def test_an_interrupt_at_any_moment(place: Place, trials: int, figures: Figures)
     (result,) = run_processes(
         interrupt_saves, path, trials, 3, processes=1, timeout_s=200 + 3 * trials
     )
-    outcome = result.value
-    assert outcome["wrong"] == []
-    assert outcome["last"] == -1
-    assert outcome["names"] == CLEAN
-    assert outcome["interrupted"] > trials // 5
+    assert result.value > trials // 5
     figures.add("saves with a Ctrl-C", trials)
-    figures.add("interrupted by it", outcome["interrupted"])
+    figures.add("interrupted by it", result.value)
 
 
-ERRORS = [KeyboardInterrupt(), eio("directory"), RuntimeError("odd")]
+ERRORS = [KeyboardInterrupt(), system_error(errno.EIO), RuntimeError("odd")]
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -1059,35 +689,24 @@ def save_and_fail(path: Place, step: int, error: BaseException) -> bool:
 def test_every_directory_sync_may_fail(tmp_path: Path):
     path = tmp_path / "checkpoint"
     ostraka.save(path, make_tree(1))
-    for after in range(8):
-        with broken(_file, "sync_directory", eio(), after=after) as raised_at:
-            if after == 0:
-                with pytest.raises(SaveFailed, match="Input/output error"):
-                    ostraka.save(path, make_tree(2))
-            else:
-                with suppress(SaveFailed):
-                    ostraka.save(path, make_tree(2))
+    outcomes: list[tuple[str, str]] = []
+    while not outcomes or outcomes[-1][0]:
+        after = len(outcomes)
+        assert after < 8, "a save syncs more directories than this test expects"
+        with broken("", _file, "sync_directory", system_error(errno.EIO), after=after):
+            outcomes.append(caught(lambda: ostraka.save(path, make_tree(2))))
         assert ostraka.verify(path).ok, after
         assert number_in(ostraka.restore(path)) in (1, 2), after
-        if not raised_at:
-            break
-    else:
-        pytest.fail("a save syncs more directories than this test expects")
+    assert outcomes[0][0] == "SaveFailed"
+    assert "Input/output error" in outcomes[0][1]
 
 
 def interrupted_after_reporting(path: str) -> tuple[str, int | str]:
     """Ctrl-C reaches a process that has reported and waits for process 0 to commit."""
     me = jax.process_index()
-    like = make_tree(0)
     ostraka.save(path, make_tree(1))
     real_await = _coordinate.Operation._await_answer
-    committing = at(path + ".committing")
-    interrupted = at(path + ".interrupted")
-
-    def wait_for(mark: Place) -> None:
-        deadline = time.monotonic() + LONG_S
-        while not mark.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+    committing, interrupted = at(path + ".committing"), at(path + ".interrupted")
 
     def await_answer(operation: Any, stage: str) -> Any:
         if me == 1 and stage == "commit":
@@ -1098,24 +717,22 @@ def interrupted_after_reporting(path: str) -> tuple[str, int | str]:
     def hold_the_commit(verb: str, name: str) -> None:
         if verb == "put" and name == "_METADATA":
             committing.touch()
-            wait_for(interrupted)
+            deadline = time.monotonic() + 60
+            wait_for(interrupted, unless=lambda: time.monotonic() > deadline)
 
-    said = "saved"
+    store = FaultyStore(path, before=hold_the_commit)
     with patch.object(_coordinate.Operation, "_await_answer", await_answer):
-        try:
-            ostraka.save(FaultyStore(path, before=hold_the_commit), make_tree(2))
-        except (SaveFailed, KeyboardInterrupt) as error:
-            said = f"{type(error).__name__}: {error}"
+        kind, _ = caught(lambda: ostraka.save(store, make_tree(2)))
         if me == 1:
             interrupted.touch()
     meet("done")
-    return said, number_in(ostraka.restore(path, like=like))
+    return kind, restored_number(path)
 
 
 def test_an_interrupt_while_another_process_commits(place: Place):
     path = place / "checkpoint"
     results = run_processes(interrupted_after_reporting, str(path), processes=3)
-    assert results[1].value[0].startswith("KeyboardInterrupt")
+    assert results[1].value[0] == "KeyboardInterrupt"
     assert len({result.value[1] for result in results}) == 1
     assert results[0].value[1] in (1, 2)
     assert ostraka.verify(path).ok
@@ -1140,9 +757,8 @@ def test_two_saves_to_one_path(place: Place, monkeypatch: pytest.MonkeyPatch):
     first.start()
     assert writing.wait(60)
     try:
-        with pytest.raises(Busy, match="another save to .* is under way") as caught:
+        with pytest.raises(Busy, match=f"another save to {path} is under way"):
             ostraka.save(path, make_tree(3))
-        assert str(path) in str(caught.value)
         assert number_in(ostraka.restore(path)) == 1
     finally:
         go_on.set()
@@ -1162,89 +778,60 @@ def test_two_saves_to_one_place_in_memory():
     assert ostraka.restore(path) == {"a": 3}
 
 
-def test_two_paths_at_once(place: Place):
-    """Saves to different paths don't get in each other's way."""
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for _ in range(3):
-                ostraka.save(place / str(number), make_tree(number))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert [number_in(ostraka.restore(place / str(n))) for n in range(4)] == [0, 1, 2, 3]
-
-
-def overwrite_or_read(
-    path: str, root: str, seconds: float, leaves: int, nbytes: int
-) -> dict[str, Any]:
-    """One process overwrites a path again and again, the others restore from it."""
-    values = [np.zeros(nbytes // 4, np.int32) for _ in range(leaves)]
-
-    def tree(number: int) -> dict[str, Any]:
-        return {"number": number, "values": [value + number for value in values]}
-
-    role = take_turn(root)
-    count = 0
-    found: list[Any] = []
-    if role == 0:
-        ostraka.save(path, tree(0))
-        Path(f"{root}/ready").touch()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end or count < 4 or not have_read(root, 2):
-            count += 1
-            ostraka.save(path, tree(count))
-            if time.monotonic() > end:
-                time.sleep(0.2)  # for a reader that is too slow
-        Path(f"{root}/over").touch()
-        return {"role": "writer", "count": count}
-    while not Path(f"{root}/ready").exists():
-        time.sleep(0.01)
-    last, versions = 0, set[int]()
-    while not Path(f"{root}/over").exists():
-        number = read_number(path)
-        if str(number).startswith("Busy: "):
-            continue  # it was kept from reading for long, and nothing wrong was returned
-        count += 1
-        if count == 4:
-            Path(f"{root}/reader {role}").touch()
-        if not isinstance(number, int) or number < last:
-            found.append((last, number))
-        else:
-            last = number
-            versions.add(number)
-        if role == 2:
-            with suppress(BaseException):
-                report = ostraka.verify(path, raises=False)
-                found += [str(problem) for problem in report.problems[:1]]
-    return {"role": "reader", "count": count, "versions": len(versions), "wrong": found[:5]}
-
-
-def have_read(root: str, readers: int) -> bool:
-    return len(list(Path(root).glob("reader *"))) == readers
-
-
-def take_turn(root: str) -> int:
-    """A number that no other process has."""
-    for number in range(100):
-        with suppress(FileExistsError):
-            os.close(os.open(f"{root}/turn {number}", os.O_CREAT | os.O_EXCL))
-            return number
+def overwrite(path: str, marks: Path, seconds: float, values: list[np.ndarray]) -> int:
+    """Save to the path again and again, until both readers have read, and for some time."""
+    ostraka.save(path, values)
+    (marks / "ready").touch()
+    end = time.monotonic() + seconds
+    for number in count(1):
+        ostraka.save(path, [value + number for value in values])
+        if time.monotonic() > end and number >= 4:
+            if len(list(marks.glob("reader *"))) == 2:
+                (marks / "over").touch()
+                return number
+            time.sleep(0.2)  # for a reader that is too slow
     raise AssertionError
+
+
+def read_again_and_again(path: str, marks: Path, *, also_verify: bool) -> int:
+    wait_for(marks / "ready")
+    last, reads = 0, 0
+    while not (marks / "over").exists():
+        try:
+            number = number_in(ostraka.restore(path))
+        except Busy:
+            continue  # it was kept from reading for long, and nothing wrong was returned
+        assert isinstance(number, int), number
+        assert number >= last
+        last = number
+        reads += 1
+        if reads == 4:
+            (marks / f"reader {os.getpid()}").touch()
+        if also_verify:
+            with suppress(ostraka.errors.OstrakaError):
+                assert ostraka.verify(path, raises=False).problems == ()
+    return reads
+
+
+def overwrite_or_read(path: str, root: str, seconds: float, leaves: int, nbytes: int) -> Any:
+    """One process overwrites a path again and again, the others restore from it."""
+    for role in range(3):
+        with suppress(FileExistsError):
+            (Path(root) / f"turn {role}").touch(exist_ok=False)
+            break
+    else:
+        raise AssertionError
+    if role == 0:
+        values = [np.zeros(nbytes // 4, np.int32) for _ in range(leaves)]
+        return "saves", overwrite(path, Path(root), seconds, values)
+    return "reads", read_again_and_again(path, Path(root), also_verify=role == 2)
 
 
 @pytest.mark.parametrize(
     ("leaves", "nbytes", "seconds"),
     [
-        (3, 64, 4.0),
-        (20, 1 << 18, 4.0),
+        (3, 64, 2.0),
+        (20, 1 << 18, 2.0),
         pytest.param(3, 64, 120.0, marks=pytest.mark.soak),
         pytest.param(200, 1 << 16, 120.0, marks=pytest.mark.soak),
     ],
@@ -1252,34 +839,21 @@ def take_turn(root: str) -> int:
 def test_reading_while_another_process_overwrites(
     place: Place, tmp_path: Path, leaves: int, nbytes: int, seconds: float, figures: Figures
 ):
+    args = (str(place / "checkpoint"), str(tmp_path), seconds, leaves, nbytes)
     results = run_processes(
-        overwrite_or_read,
-        str(place / "checkpoint"),
-        str(tmp_path),
-        seconds,
-        leaves,
-        nbytes,
-        processes=3,
-        distributed=False,
-        timeout_s=seconds + 200,
+        overwrite_or_read, *args, processes=3, distributed=False, timeout_s=seconds + 200
     )
-    outcomes = [result.value for result in results]
-    (writer,) = [outcome for outcome in outcomes if outcome["role"] == "writer"]
-    readers = [outcome for outcome in outcomes if outcome["role"] == "reader"]
-    assert len(readers) == 2
-    for reader in readers:
-        assert reader["wrong"] == [], (reader, writer)
-        assert reader["count"] > 3
-    assert writer["count"] > 3
-    figures.add("saves over what is being read", writer["count"])
-    figures.add("reads", sum(reader["count"] for reader in readers))
+    assert sorted(result.value[0] for result in results) == ["reads", "reads", "saves"]
+    for what, number in (result.value for result in results):
+        assert number > 3
+        figures.add("saves over what is being read" if what == "saves" else "reads", number)
 
 
 def test_the_index_of_a_failed_save_is_gone(place: Place):
     """Nothing that a failed save wrote is ever taken for a part of a later one."""
     path = place / "checkpoint"
     with (
-        broken(_commit, "encode_metadata", RuntimeError("odd")),
+        broken("", _commit, "encode_metadata", RuntimeError("odd")),
         pytest.raises(RuntimeError, match="odd"),
     ):
         ostraka.save(path, make_tree(1))

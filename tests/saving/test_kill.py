@@ -13,65 +13,49 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ostraka
 from figures import Figures
+from numbered import CLEAN, names_in, number_in, on_all
 from ostraka.errors import CheckpointNotFound, SaveFailed
 from ostraka.storage import _claim
 from ostraka.testing import FaultyStore, run_processes
-from places import BucketPath, Place, at, names_of, remove_tree
+from places import BucketPath, Place, at, remove_tree
 
-CLEAN = ["_METADATA", "shards"]
 NOTHING = -1
 """Instead of a number: there is no checkpoint."""
 
 
 def make_tree(number: int, nbytes: int) -> dict[str, Any]:
     """Every element of every leaf is `number`: large leaves, small ones, some on devices."""
-    import jax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     def full(count: int) -> np.ndarray:
         return np.full(count // 4, number, np.int32)
-
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-
-    def place(value: np.ndarray, *axes: str) -> jax.Array:
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     return {
         "number": number,
         "large": [full(nbytes // 16) for _ in range(12)],
         "small": {str(n): full(n * 64) for n in range(50)},
-        "sharded": place(full(nbytes // 8), "x"),
-        "replicated": place(full(nbytes // 8)),
+        "sharded": on_all(full(nbytes // 8), "x"),
+        "replicated": on_all(full(nbytes // 8)),
     }
 
 
-def number_in(path: str) -> int:
+def find_number(path: str) -> int | str:
     """The number of the checkpoint at a path, which must be whole; NOTHING if there is none."""
-    import jax
-
     try:
         tree = ostraka.restore(path)
     except CheckpointNotFound:
         assert not at(f"{path}/_METADATA").exists()
         return NOTHING
-    number = tree["number"]
-    for leaf in jax.tree.leaves(tree):
-        assert np.all(np.asarray(leaf) == number), f"a mix of {number} and others"
     assert ostraka.verify(path).ok
-    return number
-
-
-def names_in(path: str) -> list[str]:
-    return sorted(name.split("-")[0] for name in names_of(at(path)))
+    return number_in(tree)
 
 
 # One process: a parent that never starts JAX's backend forks a child for each step
@@ -104,140 +88,90 @@ def outcome_of(work: Callable[..., Any], *args: Any) -> Any:
     return value
 
 
-def save_and_say(
-    path: str, number: int, nbytes: int, is_endless: bool, tell: str, pipe: int
+def save_and_die(
+    path: str, number: int, nbytes: int, parity: int, moment: int, delay_s: float, pipe: int
 ) -> None:
-    """Says "r" when it is ready, "." at each verb that it is to tell of, and "s" when it saved."""
-    tree = make_tree(number, nbytes)
+    """Be killed some time after call number `moment` of the store, or of those about parity."""
+    calls = count(1)
+    is_counting = not parity
 
-    def never_finish(verb: str, name: str) -> None:
-        if verb == tell:
-            os.write(pipe, b".")
-        if is_endless and verb == "finish":
-            time.sleep(1000)
+    def die(verb: str, name: str) -> None:
+        nonlocal is_counting
+        is_counting = is_counting or "parity" in name
+        if is_counting and next(calls) == moment:
+            if not delay_s:
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Timer(delay_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
 
-    os.write(pipe, b"r")
-    ostraka.save(FaultyStore(path, before=never_finish), tree)
-    os.write(pipe, b"s")
-
-
-def look(path: str, pipe: int) -> None:
-    os.write(pipe, pickle.dumps(number_in(path)))
+    ostraka.save(FaultyStore(path, before=die), make_tree(number, nbytes), parity=parity)
+    os.write(pipe, pickle.dumps("saved"))
 
 
-def save_and_look(path: str, number: int, nbytes: int, pipe: int) -> None:
-    tree = make_tree(number, nbytes)
-    begin = time.monotonic()
-    ostraka.save(path, tree)
-    seconds = time.monotonic() - begin
-    os.write(pipe, pickle.dumps((number_in(path), names_in(path), seconds)))
+def save_first(path: str, nbytes: int, pipe: int) -> None:
+    store = FaultyStore(path)
+    ostraka.save(store, make_tree(0, nbytes))
+    os.write(pipe, pickle.dumps(len(store.calls)))
 
 
-def remove(path: str, pipe: int) -> None:
-    remove_tree(at(path))
-    os.write(pipe, pickle.dumps(None))
+def look_and_save(path: str, number: int, nbytes: int, is_removed: bool, pipe: int) -> None:
+    """Look what a dead save has left, save over it, and remove that, too, if wanted."""
+    found = find_number(path)
+    ostraka.save(path, make_tree(number, nbytes))
+    outcome = found, find_number(path), names_in(path)
+    if is_removed:
+        remove_tree(at(path))
+    os.write(pipe, pickle.dumps(outcome))
 
 
-def kill_one_save(
-    path: str,
-    number: int,
-    nbytes: int,
-    wait: Callable[[BinaryIO], None],
-    *,
-    is_endless: bool,
-    tell: str = "",
-) -> bool:
-    """Begin a save and kill it after `wait`; tells whether it had returned before."""
-    pid, pipe = forked(save_and_say, path, number, nbytes, is_endless, tell)
-    with os.fdopen(pipe, "rb", buffering=0) as said:
-        assert said.read(1) == b"r"
-        wait(said)
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        rest = (said.read() or b"").replace(b".", b"")
-    assert rest in (b"", b"s"), pickle.loads(rest)
-    assert os.WIFSIGNALED(status) or rest == b"s"
-    return rest == b"s"
-
-
-def files_like(path: str, names: str) -> set[Path]:
-    """The files of that kind; none where the save removes a directory as it is listed."""
-    try:
-        return set(Path(path).glob(names))
-    except FileNotFoundError:
-        return set()
-
-
-def once_there(path: str, names: str, delay_s: float) -> Callable[[BinaryIO], None]:
-    """Wait until a new file of that kind is there, and a little more."""
-    before = files_like(path, names)
-
-    def wait(_: BinaryIO) -> None:
-        deadline = time.monotonic() + 300
-        while files_like(path, names) <= before:
-            if time.monotonic() > deadline:
-                return
-        time.sleep(delay_s)
-
-    return wait
-
-
-def once_told(delay_s: float) -> Callable[[BinaryIO], None]:
-    """The same for a bucket, which this process must not ask: its children would not be able to."""
-
-    def wait(said: BinaryIO) -> None:
-        said.read(1)
-        time.sleep(delay_s)
-
-    return wait
-
-
-def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]:
+def run_trials(root: str, trials: int | list[int], nbytes: int, parity: int = 0) -> dict[str, int]:
+    """Kill saves at these moments, or at so many random ones."""
     # Imported before the forks, not in each of them.
     assert ostraka.save
     assert ostraka.restore
     assert ostraka.verify
     # There is one writer at a time: who left a marker in a bucket is dead.
     _claim.DEAD_AFTER_S, _claim._PAUSES_S = -1.0, ()
-    in_bucket = isinstance(at(root), BucketPath)
-    rng = random.Random(seed)
+    rng = random.Random(nbytes)
     path = f"{root}/checkpoint"
     tally = {"returned": 0, "committed": 0, "kept": 0, "nothing": 0}
-    before, _, save_s = outcome_of(save_and_look, path, 0, nbytes)
-    for number in range(1, 2 * trials, 2):
-        if rng.random() < 0.15 and number > 1:
-            outcome_of(remove, path)
-            before = NOTHING
-        is_endless = number == 1  # in any case one while the shards are being written
-        tell = ""
-        if is_endless:
-            tell = "finish"
-            wait = once_told(0) if in_bucket else once_there(path, "shards-*/shard_*", 0)
-        elif rng.random() < 0.4:  # what is written last before the commit
-            delay_s = rng.uniform(0, 0.03)
-            tell = "put"
-            index = "shards-*/process_*.json"
-            wait = once_told(delay_s) if in_bucket else once_there(path, index, delay_s)
-        else:
-            # Of the save just before: how long one takes differs by much from minute to minute.
-            delay_s = rng.uniform(0, 1.2) * save_s
-            wait = lambda _, delay_s=delay_s: time.sleep(delay_s)  # noqa: E731
-        returned = kill_one_save(path, number, nbytes, wait, is_endless=is_endless, tell=tell)
-        found = outcome_of(look, path)
-        where = f"trial {number}: {before} before, {found} found, returned: {returned}"
-        assert found == number if returned else found in (before, number), where
-        kind = "committed" if found == number else "nothing" if found == NOTHING else "kept"
+    calls = outcome_of(save_first, path, nbytes)
+    before = 0
+    if isinstance(trials, int):
+        moments = [5, *(rng.randint(1, calls) for _ in range(trials - 1))]
+        delays = [0.0, *(rng.choice((0.0, rng.uniform(0, 0.05))) for _ in moments)]
+    else:
+        moments, delays = trials, [0.0] * len(trials)
+    for number, (moment, delay_s) in enumerate(zip(moments, delays, strict=False)):
+        new = 2 * number + 1
+        pid, pipe = forked(save_and_die, path, new, nbytes, parity, moment, delay_s)
+        with os.fdopen(pipe, "rb") as said:
+            rest = said.read()
+        _, status = os.waitpid(pid, 0)
+        returned = bool(rest) and pickle.loads(rest) == "saved"
+        assert os.WIFSIGNALED(status) or returned, rest
+        is_removed = rng.random() < 0.15 and not parity
+        found, last, names = outcome_of(look_and_save, path, new + 1, nbytes, is_removed)
+        where = f"killed {delay_s} s after call {moment}: {before} before, {found} found"
+        assert found == new if returned else found in (before, new), where
+        assert (last, names) == (new + 1, CLEAN), where
+        kind = "committed" if found == new else "nothing" if found == NOTHING else "kept"
         tally["returned" if returned else kind] += 1
-        before, names, save_s = outcome_of(save_and_look, path, number + 1, nbytes)
-        assert (before, names) == (number + 1, CLEAN), where
+        before = NOTHING if is_removed else last
     return tally
+
+
+def kill_saves(place: Place, *args: Any) -> dict[str, int]:
+    (result,) = run_processes(
+        run_trials, str(place), *args, processes=1, devices_per_process=4, timeout_s=3600
+    )
+    return result.value
 
 
 @pytest.mark.parametrize(
     ("trials", "nbytes"),
     [
-        (15, 1 << 20),
-        (15, 32 << 20),
+        (10, 1 << 20),
+        (10, 32 << 20),
         pytest.param(250, 4 << 20, marks=pytest.mark.soak),
         pytest.param(250, 96 << 20, marks=pytest.mark.soak),
     ],
@@ -245,17 +179,7 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
 def test_kill_a_single_process(place: Place, trials: int, nbytes: int, figures: Figures):
     if isinstance(place, BucketPath):
         trials, nbytes = trials // 2, nbytes // 4
-    (result,) = run_processes(
-        run_trials,
-        str(place),
-        trials,
-        nbytes,
-        trials + nbytes,
-        processes=1,
-        devices_per_process=4,
-        timeout_s=600 + 12 * trials,
-    )
-    tally = result.value
+    tally = kill_saves(place, trials, nbytes)
     assert sum(tally.values()) == trials
     assert tally["kept"] > 0, tally
     figures.add("saves killed with -9", trials)
@@ -267,28 +191,22 @@ DEAD_AFTER_S = 10.0
 """Long enough for a survivor that does not get its turn for a while."""
 
 
-def mark_when_entered(mark: Place) -> None:
-    """A process that dies before it has entered the save is JAX's to miss."""
-    from ostraka.processes import operation
-
-    real = operation.Operation.__enter__
-
-    def enter_and_mark(self: Any) -> Any:
-        entered = real(self)
-        mark.touch()
-        return entered
-
-    operation.Operation.__enter__ = enter_and_mark
-
-
 def save_among_four(path: str, marks: str, number: int, nbytes: int) -> str:
     import jax
 
     from ostraka.processes import operation
 
     operation.DEAD_AFTER_S = DEAD_AFTER_S
-    mark_when_entered(Path(f"{marks}/go{jax.process_index()}"))
     tree = make_tree(number, nbytes)
+    real = operation.Operation.__enter__
+
+    def enter_and_mark(self: Any) -> Any:
+        """A process that dies before it has entered the save is JAX's to miss."""
+        entered = real(self)
+        Path(f"{marks}/go{jax.process_index()}").touch()
+        return entered
+
+    operation.Operation.__enter__ = enter_and_mark
     said = "saved"
     try:
         ostraka.save(path, tree)
@@ -347,7 +265,7 @@ def kill_among_four(
     if 0 not in victims:
         assert len(said) == 4 - len(victims), where
         assert len(set(said.values())) == 1, where
-    found = number_in(path)
+    found = find_number(path)
     assert found in (0, 1), where
     for text in said.values():
         if text == "saved":
@@ -358,31 +276,27 @@ def kill_among_four(
         if 0 not in victims:  # else it may have committed, and nobody was told
             assert found == 0, where
     ostraka.save(path, make_tree(2, nbytes))
-    assert number_in(path) == 2
+    assert find_number(path) == 2
     assert names_in(path) == CLEAN
 
 
-@pytest.mark.parametrize("victims", [[0], [1], [2, 3], [3], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("victims", [[0], [2, 3], [0, 1, 2, 3]], ids=str)
 def test_kill_some_of_four_processes(
     place: Place, tmp_path: Path, victims: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", 3.0)  # which they are
     nbytes = 48 << 20 if isinstance(place, Path) else 12 << 20
     rng = random.Random(len(victims) + victims[0])
-    marks = tmp_path / "marks"
-    marks.mkdir()
-    kill_among_four(str(place / "checkpoint"), marks, victims, nbytes, rng.uniform(0, 0.5))
+    kill_among_four(str(place / "checkpoint"), tmp_path, victims, nbytes, rng.uniform(0, 0.5))
 
 
 @pytest.mark.soak
 def test_kill_some_of_four_processes_again_and_again(tmp_path: Path, figures: Figures):
     path = str(tmp_path / "checkpoint")
-    marks = tmp_path / "marks"
-    marks.mkdir()
     nbytes = 48 << 20
     rng = random.Random(19)
     for _ in range(100):
         victims = rng.sample(range(4), rng.randint(1, 4))
-        kill_among_four(path, marks, victims, nbytes, rng.uniform(0, 0.8))
+        kill_among_four(path, tmp_path, victims, nbytes, rng.uniform(0, 0.8))
         figures.add("saves of four processes")
         figures.add("processes killed with -9", len(victims))

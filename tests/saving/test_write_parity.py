@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import signal
 import warnings
 from itertools import combinations
@@ -14,32 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
 import ostraka
 from figures import Figures
+from numbered import on_all
 from ostraka.errors import Damaged, DegradedRead, SaveFailed, StoreError
 from ostraka.formats.ostraka.source import open_ostraka
 from ostraka.saving._write_parity import ParityCompanion
 from ostraka.storage import Traits, open_store
 from ostraka.testing import FaultyStore, run_processes
 from places import BucketPath, Place, copy_tree, remove_tree
-from test_kill import forked, look, make_tree, number_in, outcome_of
+from test_kill import find_number, kill_saves, make_tree
 
 
 def tree_on_all(rows: int = 512) -> dict[str, Any]:
-    mesh = Mesh(np.array(jax.devices()), ("x",))
     value = np.random.default_rng(5).standard_normal((rows, 300), np.float32)
-
-    def place(value: np.ndarray, *axes: str) -> jax.Array:
-        sharding = NamedSharding(mesh, P(*axes))
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
     return {
-        "sharded": place(value, "x"),
-        "replicated": place(value[:31]),
+        "sharded": on_all(value, "x"),
+        "replicated": on_all(value[:31]),
         "own": np.full(50, jax.process_index()),
         "step": 3,
     }
@@ -65,18 +57,19 @@ def test_read_back_or_from_memory_it_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ostraka.saving.agree.secrets.token_hex", lambda n: "ab" * n)
-    from_memory = FaultyStore(tmp_path / "a")
-    first = saved_files(tmp_path / "a", from_memory)
-    assert not any(verb == "read_into" for verb, _ in from_memory.calls)
-    assert sum(len(data) > 4 << 20 for data in first.values()) == 4
-    in_order = FaultyStore(tmp_path / "b", traits=Traits(in_any_order=False))
-    assert saved_files(tmp_path / "b", in_order) == first
-    monkeypatch.setattr(ParityCompanion, "take_blocks", lambda *_: [])
-    read_back = FaultyStore(tmp_path / "c")
-    assert saved_files(tmp_path / "c", read_back) == first
-    assert any(verb == "read_into" and "shard_" in name for verb, name in read_back.calls)
-    in_order = FaultyStore(tmp_path / "d", traits=Traits(in_any_order=False))
-    assert saved_files(tmp_path / "d", in_order) == first
+    found: list[dict[str, bytes]] = []
+    for way in ("from memory", "read back"):
+        if way == "read back":
+            monkeypatch.setattr(ParityCompanion, "take_blocks", lambda *_: [])
+        for in_any_order in (True, False):
+            path = tmp_path / f"{way} {in_any_order}"
+            store = FaultyStore(path, traits=Traits(in_any_order=in_any_order))
+            found.append(saved_files(path, store))
+            if in_any_order:
+                read = {name for verb, name in store.calls if verb == "read_into"}
+                assert any("shard_" in name for name in read) == (way == "read back")
+    assert sum(len(data) > 4 << 20 for data in found[0].values()) == 4
+    assert found == [found[0]] * 4
 
 
 def test_what_was_not_written_as_it_should_be_fails_the_save(
@@ -292,46 +285,6 @@ def test_processes_that_do_not_agree(tmp_path: Path) -> None:
 # kill -9
 
 
-def save_and_die(path: str, number: int, at: int, pipe: int) -> None:
-    """Be killed at the moment number `at` of those that concern parity files, or follow them."""
-    moments = 0
-
-    def die(verb: str, name: str) -> None:
-        nonlocal moments
-        if "parity" in name or (moments and verb in ("put", "publish", "sync")):
-            moments += 1
-            if moments == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    ostraka.save(FaultyStore(path, before=die), make_tree(number, 12 << 20), parity=2)
-    os.write(pipe, pickle.dumps("saved"))
-
-
-def save_whole(path: str, number: int, pipe: int) -> None:
-    ostraka.save(path, make_tree(number, 12 << 20), parity=1)
-    os.write(pipe, pickle.dumps(sorted(name.split("-")[0] for name in os.listdir(path))))
-
-
-def run_trials(path: str, moments: list[int]) -> list[int]:
-    # Imported before the forks, not in each of them.
-    assert ostraka.save
-    assert ostraka.verify
-    killed: list[int] = []
-    for number, at in enumerate(moments):
-        outcome_of(save_whole, path, 2 * number)
-        pid, pipe = forked(save_and_die, path, 2 * number + 1, at)
-        _, status = os.waitpid(pid, 0)
-        os.close(pipe)
-        found = outcome_of(look, path)
-        if os.WIFSIGNALED(status):
-            killed.append(at)
-            assert found in (2 * number, 2 * number + 1), f"killed at {at}: {found}"
-        else:
-            assert found == 2 * number + 1
-        assert outcome_of(save_whole, path, 2 * number) == ["_METADATA", "shards"]
-    return killed
-
-
 MOMENTS = 14
 """At most as many as there are with two parity files of a block each."""
 
@@ -344,15 +297,8 @@ MOMENTS = 14
 def test_killed_while_parity_is_written(
     tmp_path: Path, moments: list[int], figures: Figures
 ) -> None:
-    (result,) = run_processes(
-        run_trials,
-        str(tmp_path / "c"),
-        moments,
-        processes=1,
-        devices_per_process=4,
-        timeout_s=600,
-    )
-    assert result.value == moments
+    tally = kill_saves(tmp_path, moments, 12 << 20, 2)
+    assert (tally["returned"], sum(tally.values())) == (0, len(moments))
     figures.add("saves killed while parity is written", len(moments))
 
 
@@ -384,5 +330,5 @@ def test_a_process_is_killed_while_it_writes_parity(tmp_path: Path) -> None:
     assert 0 in said
     for text in said.values():
         assert any(f"on process {p}: it has ended, or was killed" in text for p in killed)
-    assert number_in(str(tmp_path / "c")) == 0
+    assert find_number(str(tmp_path / "c")) == 0
     assert len(list((tmp_path / "c").iterdir())) == 2

@@ -1,17 +1,17 @@
 """Real processes: each run below starts one interpreter a process."""
 
-import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,35 +47,17 @@ class Odd(Exception):
 
 
 def look_around(point: Point, array: np.ndarray):
+    """Also a sum over all processes."""
     import jax
+    from jax.sharding import NamedSharding, PartitionSpec
 
     print("out of", jax.process_index())
     print("err of", jax.process_index(), file=sys.stderr)
     counts = (jax.process_index(), jax.process_count(), jax.local_device_count())
-    return counts, Point(point.x + jax.process_index()), array * 2
-
-
-def add_up():
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    mesh = jax.make_mesh((jax.device_count(),), ("d",))
-    sharding = NamedSharding(mesh, PartitionSpec("d"))
-    array = jax.make_array_from_callback((4,), sharding, lambda index: np.arange(4.0)[index])
-    spec = PartitionSpec("d")
-    psum = jax.shard_map(
-        lambda x: jax.lax.psum(jnp.sum(x), "d"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec()
-    )
-    return float(jax.jit(psum)(array))
-
-
-def fail_on(process: int):
-    import jax
-
-    if jax.process_index() == process:
-        raise Odd(f"no luck on {process}")
-    return jax.process_index()
+    sharding = NamedSharding(jax.make_mesh((jax.device_count(),), ("d",)), PartitionSpec("d"))
+    spread = jax.make_array_from_callback((6,), sharding, lambda index: np.arange(6.0)[index])
+    total = float(jax.jit(lambda a: a.sum())(spread).addressable_data(0))
+    return counts, Point(point.x + jax.process_index()), array * 2, total
 
 
 def fail_everywhere():
@@ -87,9 +69,8 @@ def fail_everywhere():
     if jax.process_index() == 0:
         _child._COORDINATOR_LINGER_S = 100.0  # the other may be slow to come to its own error
     else:
-        while not Path(sys.argv[1], "raised.0").exists():
-            time.sleep(0.01)
-        time.sleep(2.0)
+        wait_for(Path(sys.argv[1], "raised.0"))
+        time.sleep(1.0)
     raise Odd(f"no luck on {jax.process_index()}")
 
 
@@ -133,9 +114,13 @@ def hang_unless_named(name: str):
         Path(name).touch(exist_ok=False)
     except FileExistsError:
         hang(f"{name}.hangs")
-    while not Path(f"{name}.hangs").exists():
-        time.sleep(0.01)
+    wait_for(Path(f"{name}.hangs"))
     raise Odd("the other hangs")
+
+
+def wait_for(mark: Path) -> None:
+    while not mark.exists():
+        time.sleep(0.01)
 
 
 def write_at_once(file: Path, text: str) -> None:
@@ -146,14 +131,14 @@ def write_at_once(file: Path, text: str) -> None:
 
 
 def outlive_the_other(name: str):
-    """Process 1 waits to be killed; process 0 sees it gone and goes on."""
+    """Process 1 waits to be killed; process 0 sees it gone, and fails."""
     import jax
 
     if jax.process_index() == 1:
         hang(name)
-    while not Path(name).exists() or is_running(int(Path(name).read_text())):
-        time.sleep(0.01)
-    return "survived"
+    wait_for(Path(name))
+    assert wait_until_gone(int(Path(name).read_text()))
+    raise Odd("no luck on 0")
 
 
 def is_running(pid: int) -> bool:
@@ -176,30 +161,18 @@ def wait_until_gone(pid: int) -> bool:
 
 def test_values_output_and_counts_come_back():
     results = run_processes(look_around, Point(5), np.arange(3), devices_per_process=3)
-    assert [r.value[0] for r in results] == [(0, 2, 3), (1, 2, 3)]
-    assert [r.value[1] for r in results] == [Point(5), Point(6)]
     for index, result in enumerate(results):
-        assert result.process == index
-        assert result.exit_code == 0
-        assert result.error is None
-        assert result.traceback is None
-        assert result.stdout == f"out of {index}\n"
+        counts, point, array, total = result.value
+        assert counts == (index, 2, 3)
+        assert point == Point(5 + index)
+        assert array.tolist() == [0, 2, 4]
+        assert total == 15.0
+        assert (result.process, result.exit_code) == (index, 0)
+        assert (result.error, result.traceback) == (None, None)
+        lines = result.stdout.splitlines()
+        assert [line for line in lines if "[Gloo]" not in line] == [f"out of {index}"]
         assert f"err of {index}" in result.stderr
         assert 0 < result.duration_s < 240
-        np.testing.assert_array_equal(result.value[2], [0, 2, 4])
-
-
-def test_a_sum_over_all_processes():
-    results = run_processes(add_up, devices_per_process=2)
-    assert [r.value for r in results] == [6.0, 6.0]
-
-
-def test_an_exception_names_its_process_and_does_not_stop_the_others():
-    results = run_processes(fail_on, 1, check=False)
-    assert [(r.exit_code, r.value) for r in results] == [(0, 0), (1, None)]
-    assert results[1].error == "Odd: no luck on 1"
-    assert results[1].traceback is not None
-    assert "in fail_on" in results[1].traceback
 
 
 def test_when_all_fail_each_reports_its_own_error():
@@ -212,12 +185,15 @@ def test_when_all_fail_each_reports_its_own_error():
     assert [r.exit_code for r in caught.value.results] == [1, 1]
 
 
-def test_a_killed_process_and_its_survivor(tmp_path: Path):
+def test_a_killed_process_and_its_survivor_that_fails(tmp_path: Path):
     mark = tmp_path / "here"
     results = run_processes(
         outlive_the_other, str(mark), check=False, on_start=kill_when(1, appears=mark, after_s=0.1)
     )
-    assert [(r.exit_code, r.value) for r in results] == [(0, "survived"), (-9, None)]
+    assert [(r.exit_code, r.value) for r in results] == [(1, None), (-9, None)]
+    assert results[0].error == "Odd: no luck on 0"
+    assert results[0].traceback is not None
+    assert "in outlive_the_other" in results[0].traceback
     assert results[1].error is None
     assert "about to hang" in results[1].stdout
 
@@ -257,8 +233,8 @@ def test_other_ways_to_fail(args: tuple, exit_code: int, match: str):
 
 def test_a_timeout_shows_the_stacks_and_ends_every_process(tmp_path: Path):
     def wait_until_they_hang(popens: list[subprocess.Popen[bytes]]):
-        while not all((tmp_path / str(popen.pid)).exists() for popen in popens):
-            time.sleep(0.01)
+        for popen in popens:
+            wait_for(tmp_path / str(popen.pid))
 
     with pytest.raises(ProcessesFailed, match="processes 0, 1 did not end within 1 s") as caught:
         run_processes(
@@ -333,117 +309,111 @@ def test_a_function_by_name():
     assert run_processes("os.path:join", "a", "b", processes=1)[0].value == "a/b"
 
 
+LONELY = """
+from ostraka.testing import run_processes
+
+class Box:
+    pass
+
+def make(box):
+    from . import helper
+
+    box.size = helper.size
+    return box
+
+def test_make():
+    assert __name__ == "some.checks.test_lonely"
+    box = run_processes(make, Box(), processes=1)[0].value
+    assert isinstance(box, Box)
+    assert box.size == 7
+"""
+
+
+def run_python(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def test_a_function_of_a_test_file_that_no_import_finds(tmp_path: Path):
     folder = tmp_path / "some" / "checks"
     folder.mkdir(parents=True)
     (folder / "helper.py").write_text("size = 7\n")
-    (folder / "test_lonely.py").write_text(
-        textwrap.dedent(
-            """
-            from ostraka.testing import run_processes
-
-            class Box:
-                pass
-
-            def make(box):
-                from . import helper
-
-                box.size = helper.size
-                return box
-
-            def test_make():
-                assert __name__ == "some.checks.test_lonely"
-                box = run_processes(make, Box(), processes=1)[0].value
-                assert isinstance(box, Box)
-                assert box.size == 7
-            """
-        )
-    )
+    (folder / "test_lonely.py").write_text(LONELY)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     python_path = str(Path(testing.__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": python_path, "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    done = run_python(tmp_path, *command, PYTHONPATH=python_path, PYTHONSAFEPATH="1")
     assert "1 passed" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("as_module", [False, True])
-def test_a_function_of_the_script_being_run(tmp_path: Path, as_module: bool):
+SCRIPT = """
+from dataclasses import dataclass
+from functools import partial
+from ostraka.testing import run_processes
+from {}other import factor
+
+@dataclass
+class Point:
+    x: int
+
+def double(point):
+    return Point(point.x * factor)
+
+if __name__ == "__main__":
+    print(run_processes(double, Point(4), processes=1)[0].value)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "command"), [(".", ["-m", "package.script"]), ("", ["package/script.py"])]
+)
+def test_a_function_of_the_script_being_run(tmp_path: Path, package: str, command: list[str]):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "other.py").write_text("factor = 2\n")
-    script = tmp_path / "package" / "script.py"
-    how = "from .other import factor" if as_module else "from other import factor"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            from dataclasses import dataclass
-            from ostraka.testing import run_processes
-            {how}
-
-            @dataclass
-            class Point:
-                x: int
-
-            def double(point):
-                return Point(point.x * factor)
-
-            if __name__ == "__main__":
-                print(run_processes(double, Point(4), processes=1)[0].value)
-            """
-        )
-    )
-    command = ["-m", "package.script"] if as_module else [str(script)]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (tmp_path / "package" / "script.py").write_text(SCRIPT.format(package))
+    done = run_python(tmp_path, *command)
     assert (done.stdout, done.stderr) == ("Point(x=8)\n", "")
 
 
 def test_a_script_without_guard_does_not_start_processes_forever(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(
+    (tmp_path / "script.py").write_text(
         "from ostraka.testing import run_processes\ndef f(): pass\nrun_processes(f, processes=1)\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(tmp_path, "script.py")
     assert done.returncode == 1
     assert 'Put the call under `if __name__ == "__main__":`' in done.stderr
 
 
+def bad(function: Any, **options: Any) -> Any:
+    return lambda: run_processes(function, **options)
+
+
+NOT_FOUND = (TypeError, "can't be found again by another process")
+NO_NAME = (ValueError, r'must read "package\.module:name"')
+
+
 @pytest.mark.parametrize(
-    "function", [lambda: 0, functools.partial(run_alone, "jax"), Point(1).__eq__]
+    ("call", "error"),
+    [
+        *[(bad(f), NOT_FOUND) for f in (lambda: 0, partial(run_alone, "jax"), Point(1).__eq__)],
+        *[(bad(name), NO_NAME) for name in ("os.path", "os.path:", ":join")],
+        (bad(run_alone, processes=0), (ValueError, "^processes must be at least 1, not 0")),
+        (
+            bad(run_alone, devices_per_process=0),
+            (ValueError, "devices_per_process must be at least 1, not 0"),
+        ),
+    ],
+    ids=["lambda", "partial", "method", "no colon", "no name", "no module", "processes", "devices"],
 )
-def test_a_function_that_no_other_process_finds(function):
-    with pytest.raises(TypeError, match="can't be found again by another process"):
-        run_processes(function)
-
-
-@pytest.mark.parametrize("name", ["os.path", "os.path:", ":join"])
-def test_a_name_without_module_or_function(name: str):
-    with pytest.raises(ValueError, match=r'must read "package\.module:name"'):
-        run_processes(name)
-
-
-def test_counts_start_at_one():
-    with pytest.raises(ValueError, match="^processes must be at least 1, not 0"):
-        run_processes(run_alone, processes=0)
-    with pytest.raises(ValueError, match="devices_per_process must be at least 1, not 0"):
-        run_processes(run_alone, devices_per_process=0)
+def test_arguments_that_are_refused(call: Any, error: tuple[type[Exception], str]):
+    with pytest.raises(error[0], match=error[1]):
+        call()
 
 
 # --- settings ----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from ostraka.testing import ProcessesFailed, _processes, kill_when, preloaded, run_processes
+from test_testing import wait_until_gone
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,12 +46,10 @@ def test_they_are_as_fresh_ones_but_for_the_modules(
     mark = {"OSTRAKA_TEST_MARK": "here"}
     results = run_processes(describe, processes=4, env=mark, distributed=False)
     for result in results:
-        assert result.stdout == "said aloud\n"
-        assert result.stderr == ""
+        assert (result.stdout, result.stderr) == ("said aloud\n", "")
         found = result.value
         assert found["loaded"] == ["jax", "json.tool"]
-        assert found["directory"] == str(tmp_path)
-        assert found["variable"] == "here"
+        assert (found["directory"], found["variable"]) == (str(tmp_path), "here")
         assert found["session"]
         assert found["group"]
         assert found["sigchld"]
@@ -112,52 +110,33 @@ def test_failures_and_kills_are_told(tmp_path: Path):
         run_processes(fail_or_wait, str(mark), processes=1, timeout_s=1)
 
 
+WAITING = """
+import os, sys, time
+from ostraka.testing import preloaded, run_processes
+
+def wait():
+    print(os.getpid(), os.getppid(), file=open(sys.argv[1] + "/../pids", "w"))
+    os.rename(sys.argv[1] + "/../pids", os.environ["OSTRAKA_TEST_MARK"])
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    with preloaded("json"):
+        run_processes(wait, processes=1)
+"""
+
+
 def test_they_end_with_the_caller(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent("""
-            import os, sys, time
-            from ostraka.testing import preloaded, run_processes
-
-            def wait():
-                print(os.getpid(), os.getppid(), file=open(sys.argv[1] + "/../pids", "w"))
-                os.rename(sys.argv[1] + "/../pids", os.environ["OSTRAKA_TEST_MARK"])
-                time.sleep(1000)
-
-            if __name__ == "__main__":
-                with preloaded("json"):
-                    run_processes(wait, processes=1)
-        """)
-    )
+    (tmp_path / "script.py").write_text(WAITING)
     mark = tmp_path / "pids"
-    caller = subprocess.Popen(
-        [sys.executable, str(script)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OSTRAKA_TEST_MARK": str(mark),
-            "TMPDIR": str(tmp_path),
-        },
-    )
-    deadline = time.monotonic() + 60
-    while not mark.exists():
-        assert caller.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    caller.kill()
-    caller.wait()
-    for pid in map(int, mark.read_text().split()):
-        while is_running(pid):
-            assert time.monotonic() < deadline, pid
+    path = os.pathsep.join(filter(None, sys.path))
+    env = {"PYTHONPATH": path, "OSTRAKA_TEST_MARK": str(mark), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    with subprocess.Popen(command, env=os.environ | env) as caller:
+        while not mark.exists():
+            assert caller.poll() is None
             time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+        caller.kill()
+    assert all(map(wait_until_gone, map(int, mark.read_text().split())))
 
 
 def test_modules_that_are_not_there():
