@@ -103,21 +103,19 @@ class Differences:
 
 
 def _missing_axes(errors: Sequence[MissingAxes]) -> Iterator[str]:
-    """A line for each leaf, or one for all leaves of a mesh, with the remedy."""
+    """A line for all leaves of a mesh, with the remedy."""
     by_mesh: dict[str, list[MissingAxes]] = {}
     for error in errors:
         by_mesh.setdefault(error.mesh, []).append(error)
     for mesh, alike in by_mesh.items():
         axes = [repr(axis) for axis in dict.fromkeys(axis for e in alike for axis in e.axes)]
-        remedy = f"pass specs= for the axes of this mesh, or a mesh with {' and '.join(axes)}"
-        if len(alike) <= _NAMED_ONE_BY_ONE:
-            yield from (f"{message}; {remedy}" for error in alike for message in error.args)
-        else:
-            yield (
-                f"the mesh ({mesh}) has no {'axis' if len(axes) == 1 else 'axes'} "
-                f"{' and '.join(axes)}, but the specs of {count_of(len(alike), 'leaf')} use "
-                f"{'it' if len(axes) == 1 else 'them'}, such as {alike[0].path!r}: {remedy}"
-            )
+        named = f"{'axis' if len(axes) == 1 else 'axes'} {' and '.join(axes)}"
+        others = f" and {count_of(len(alike) - 1, 'leaf')} more" if len(alike) > 1 else ""
+        yield (
+            f"the mesh ({mesh}) has no {named}, which {alike[0].path!r}{others} "
+            f"{'are' if others else 'is'} sharded on: pass specs= for this mesh, such as "
+            f"specs=sharding.fsdp({mesh.partition('=')[0]!r}), or a mesh with the {named}"
+        )
 
 
 def _alike(of_leaves: Sequence[tuple[str, str]]) -> Iterator[str]:

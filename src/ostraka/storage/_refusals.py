@@ -45,9 +45,10 @@ _KNOWN = (
         "another save, or a rule of the bucket, has discarded the upload; save again",
     ),
     (
-        "404 Not Found|405 Method Not Allowed|ETag Header missing",
+        "404 Not Found|405 Method Not Allowed|ETag Header missing|invalid list response",
         errno.EPROTO,
-        "the server there is not an object store; check the endpoint and the name of the bucket",
+        "the server at this endpoint does not speak the API of {kind}; check the endpoint and the "
+        "name of the bucket",
     ),
     (
         "407 Proxy",
@@ -72,6 +73,11 @@ _CREDENTIALS = {
     "abfs": _AZURE,
     "abfss": _AZURE,
 }
+_APIS = {
+    **dict.fromkeys(("s3", "s3a"), "S3"),
+    "gs": "Google Cloud Storage",
+    **dict.fromkeys(("az", "abfs", "abfss"), "Azure's blob storage"),
+}
 _STATUS = re.compile(r"status code: (\d{3})")
 _CONNECT = re.compile(r"Error\(\s*Connect,")
 """In the text of obstore's errors: of a connection that was not made, in time or at all."""
@@ -90,7 +96,8 @@ def refusal(action: str, path: str, error: Exception) -> StoreError:
     if known is not None:
         _, number, sentence = known
         credentials = _CREDENTIALS.get(path.partition(":")[0], "what the store's own tools expect")
-        sentence = sentence.format(credentials=credentials)
+        kind = _APIS.get(path.partition(":")[0], "an object store")
+        sentence = sentence.format(credentials=credentials, kind=kind)
     elif is_transient(error):
         number = errno.EAGAIN
         sentence = f"the store is overloaded or in trouble, try again later; it said: {_said(text)}"
