@@ -483,9 +483,9 @@ def test_a_closed_manager(tmp_path: Path):
         with pytest.raises(ValueError, match="the manager of .* is closed"):
             call()
     assert ostraka.verify(tmp_path / "step_00000001").ok
-    manager = Manager(tmp_path)
-    del manager
-    Manager(tmp_path).close()  # One that nobody has any more lets go.
+    abandoned = Manager(tmp_path)
+    del abandoned
+    Manager(tmp_path).close()
 
 
 def test_an_error_in_the_block_is_not_covered_up(tmp_path: Path):
