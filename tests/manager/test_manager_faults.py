@@ -439,10 +439,10 @@ def test_a_program_that_never_closes_its_manager_ends_quietly(tmp_path: Path):
 # Processes that disagree
 
 
-def disagree(root: str, options: list[dict[str, Any]]) -> list[str]:
+def disagree(root: str, options: list[list[dict[str, Any]]]) -> list[str]:
     found = [
         error_of(lambda mine=mine: Manager(**{"root": root, **mine}).close())
-        for mine in (one if jax.process_index() else {} for one in options)
+        for mine in (each[jax.process_index()] for each in options)
     ]
     with Manager(root, keep=1) as manager:
         manager.save(1, {"a": 1})
@@ -451,13 +451,17 @@ def disagree(root: str, options: list[dict[str, Any]]) -> list[str]:
 
 def test_processes_with_different_arguments(tmp_path: Path):
     root, other = str(tmp_path / "root"), str(tmp_path / "other")
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"every": 5}, "every=5 while process 0 has every=None"),
-        ({"keep": 2}, "keep=2 while process 0 has keep=None"),
-        ({"when": bool}, "when=a function while process 0 has when=None"),
-        ({"root": other}, f"root={other} while process 0 has root={root}"),
-        ({"at": [3]}, "at=[3] while process 0 has at=[]"),
-        ({"mirror": other}, f"mirror={other} while process 0 has mirror=None"),
+    wrong: list[tuple[list[dict[str, Any]], str]] = [
+        ([{}, {"every": 5}], "every=5 while process 0 has every=None"),
+        ([{}, {"keep": 2}], "keep=2 while process 0 has keep=None"),
+        ([{}, {"when": bool}], "when=a function while process 0 has when=None"),
+        ([{}, {"root": other}], f"root={other} while process 0 has root={root}"),
+        ([{}, {"at": [3]}], "at=[3] while process 0 has at=[]"),
+        ([{}, {"mirror": other}], f"mirror={other} while process 0 has mirror=None"),
+        (
+            [{"mirror": other}, {"mirror": other, "mirror_every": 2}],
+            "mirror_every=2 while process 0 has mirror_every=None",
+        ),
     ]
     results = run_processes(disagree, root, [options for options, _ in wrong], processes=2)
     for result in results:
