@@ -1,6 +1,7 @@
 """`ostraka.verify` beyond damage: what it proves without reading, notes, coverage, all steps."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -240,10 +241,7 @@ def test_a_header_that_contradicts_metadata(tmp_path: Path, change: Any, said: s
 )
 def test_boxes_that_are_all_of_an_array(shape: Any, boxes: Any, said: str | None):
     found = find_gap(shape, boxes)
-    assert (found is None) if said is None else (found is not None)
-    if said is not None:
-        with pytest.raises(AssertionError, match=said):
-            raise AssertionError(found)
+    assert found is None if said is None else re.search(said, found or "")
 
 
 # Files that only an index names

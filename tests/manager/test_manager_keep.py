@@ -363,9 +363,9 @@ def look_and_go_on(root: str, newest: int) -> tuple[list[int], list[int], list[s
 
 
 def kill_in_retention(root: str) -> list[list[int]]:
-    """Kill before each removal in turn, until one save comes through; what was there each time."""
+    """The steps that are there after a kill before each second removal, until none comes."""
     seen: list[list[int]] = []
-    for removals in range(60):
+    for removals in range(0, 60, 2):
         newest = removals * 10 + 2
         status, said = forked(save_and_die, root, newest - 2, removals)
         killed = os.WIFSIGNALED(status)
@@ -386,7 +386,7 @@ def kill_in_retention(root: str) -> list[list[int]]:
 def test_sigkill_during_retention():
     with tempfile.TemporaryDirectory(dir=MEMORY) as root:
         (result,) = run_processes(kill_in_retention, root, processes=1, timeout_s=240)
-    assert len(result.value) >= 10
+    assert len(result.value) >= 6
     assert {len(before) for before in result.value} >= {1, 2, 3, 4}
 
 
