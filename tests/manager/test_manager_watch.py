@@ -113,13 +113,14 @@ def test_waits_for_a_run_that_has_not_begun(tmp_path: Path, caplog: pytest.LogCa
 
 def test_what_is_no_step_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """It ends after the timeout, and not before."""
-    fill(tmp_path, 1, 2, 3)
-    (tmp_path / "step_00000002" / "_METADATA").write_text('{"format":"ostraka"')
-    (tmp_path / "step_00000004" / "shards-0123456789abcdef").mkdir(parents=True)  # being saved
+    fill(tmp_path, 1, 2, 3, 4)
+    damage(tmp_path, 2, 4, name="_METADATA")
+    (tmp_path / "step_00000005" / "shards-0123456789abcdef").mkdir(parents=True)  # being saved
     began_s = time.monotonic()
     assert list(watching(tmp_path, timeout_s=0.3)) == [1, 3]
     assert time.monotonic() - began_s >= 0.3
     assert caplog.text.count("step 2 is left out") == 1
+    assert caplog.text.count("step 4 is left out") == 1  # although it looks again and again
     damage(tmp_path, 3)
     reader = Manager(tmp_path, read_only=True)
     for step in reader.watch(after=2, timeout_s=0):

@@ -27,10 +27,10 @@ def fill(root: Any, *steps: int, **options: Any) -> None:
 
 
 def damage(root: Any, *steps: int, name: str = ".safetensors") -> None:
-    """Change the last byte of the last file of each step whose name ends so."""
+    """Change the last byte of the first file of each step whose name ends so."""
     for step in steps:
         place = open_store(root).at(f"step_{step:08d}")
-        file = max(file.name for file in place.files("") if file.name.endswith(name))
+        file = min(file.name for file in place.files("") if file.name.endswith(name))
         data = bytearray(place.get(file))
         data[-1] ^= 1
         place.put(file, bytes(data))
