@@ -477,7 +477,7 @@ def test_a_full_disk(path: Path, made: Path, verb: str):
     assert not list(path.rglob("*.tmp"))
 
 
-def test_nothing_there(tmp_path: Path):
+def test_nothing_there(tmp_path: Path, path: Path):
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint at"):
         ostraka.repair(tmp_path / "nothing")
     (tmp_path / "notes").mkdir()
@@ -485,6 +485,11 @@ def test_nothing_there(tmp_path: Path):
     with pytest.raises(CheckpointNotFound, match="notes"):
         ostraka.repair(tmp_path / "notes")
     assert os.listdir(tmp_path / "notes") == ["a"]
+    (path / "_METADATA").unlink()
+    metadata_copy(path).unlink()
+    with pytest.raises(Damaged, match="no copy of it was found; give one with sources="):
+        ostraka.repair(path)
+    assert not (path / "_METADATA").exists()
 
 
 # The command
@@ -509,14 +514,6 @@ def test_the_command(path: Path, made: Path):
     assert contents(path) == contents(made)
     remove_tree(path)
     assert repair().exit_code == 2
-
-
-def test_no_copy_of_metadata_is_left(path: Path):
-    (path / "_METADATA").unlink()
-    metadata_copy(path).unlink()
-    with pytest.raises(Damaged, match="no copy of it was found; give one with sources="):
-        ostraka.repair(path)
-    assert not (path / "_METADATA").exists()
 
 
 def test_a_directory_of_steps(tmp_path: Path, tree: Any):
