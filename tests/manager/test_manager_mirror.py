@@ -8,8 +8,6 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,8 @@ from ostraka.storage import _claim, open_store
 from ostraka.testing import FaultyStore, run_processes
 from places import place_of_kind
 from runs import LONG_S, Gate, contents, damage, fill, raises_from, steps_in, tree_of
+
+# pyright: reportPrivateUsage=false
 
 
 @pytest.fixture
@@ -393,29 +393,30 @@ def live_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "ostraka-mirror"]
 
 
-@contextmanager
-def opened_when_left(gate: Gate) -> Generator[None]:
-    """A verb that hangs does not end before it is let go."""
-    timer = threading.Timer(0.5, gate.open)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def open_when_left(manager: Manager, gate: Gate) -> None:
+    """A verb that hangs ends after the copying was given up, and not before."""
+    assert manager._mirror is not None
+    copier: Any = manager._mirror._copier
+    leave = copier.leave
+
+    def leave_and_open() -> None:
+        leave()
         gate.open()
+
+    copier.leave = leave_and_open
 
 
 def test_an_error_in_the_block_ends_the_copying(root: Path, mirror: Path, caplog: Any):
-    gate = Gate("create")
-
     def diverge() -> None:
+        gate = Gate("create")
         there = FaultyStore(mirror, before=gate)
         with Manager(root, mirror=there, asynchronous=False) as manager:
             manager.save(1, tree_of(1))
             gate.wait_until_reached()
+            open_when_left(manager, gate)
             raise RuntimeError("diverged")
 
-    with opened_when_left(gate), pytest.raises(RuntimeError, match="diverged"):
+    with pytest.raises(RuntimeError, match="diverged"):
         diverge()
     assert "lacks step 1 of" in caplog.text
     assert "the next Manager with this mirror copies what is missing" in caplog.text
@@ -428,19 +429,19 @@ def test_an_error_in_the_block_ends_the_copying(root: Path, mirror: Path, caplog
 def test_ctrl_c_while_it_waits_for_the_mirror(
     root: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    def wait() -> None:
+        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
+        real()
+
     gate = Gate("create")
     manager = Manager(root, mirror=FaultyStore(mirror, before=gate))
     manager.save(1, tree_of(1))
     gate.wait_until_reached()
-    assert manager._mirror is not None  # pyright: ignore[reportPrivateUsage]
-
-    def wait() -> None:  # Here the loop waits for the mirror, and Ctrl-C comes.
-        threading.Thread(target=signal.raise_signal, args=[signal.SIGINT]).start()
-        real()
-
-    real = manager._mirror.wait  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(manager._mirror, "wait", wait)  # pyright: ignore[reportPrivateUsage]
-    with opened_when_left(gate), pytest.raises(KeyboardInterrupt, match="^$"):
+    open_when_left(manager, gate)
+    assert manager._mirror is not None
+    real = manager._mirror.wait
+    monkeypatch.setattr(manager._mirror, "wait", wait)
+    with pytest.raises(KeyboardInterrupt, match="^$"):
         manager.close()
     assert live_threads() == []
     Manager(root, mirror=mirror).close()
