@@ -1,7 +1,6 @@
 """The manager and the commands for steps, on every kind of store; steps of a newer version."""
 
 import json
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,25 +104,6 @@ def test_a_root_that_was_removed_is_made_and_locked_again(
 
 
 # The commands
-
-
-def test_the_commands_in_memory():
-    root = f"memory://{uuid.uuid4().hex}"
-    fill(root, 1, 2, 3)
-    writer = open_store(root).at("4").create("shards-0123456789abcdef/shard", 7)
-    writer.write(0, [b"1234567"])
-    writer.finish()
-    listed = json.loads(run("ls", root, "--json").stdout)
-    assert [step["step"] for step in listed["steps"]] == [1, 2, 3]
-    assert all(step["bytes"] for step in listed["steps"])
-    assert run("ls", root, "--verify").stdout.count("intact") == 3
-    assert run("rm", root, 1, "--yes").exit_code == 0
-    result = run("gc", root)
-    assert "shards-0123456789abcdef" in result.stdout
-    assert "7 B" in result.stdout
-    assert run("gc", root, "--yes").exit_code == 0
-    assert open_store(root).list() == ["step_00000002", "step_00000003"]
-    assert run("gc", root).stdout == f"{root}: nothing was left behind\n"
 
 
 def test_gc_beside_a_manager_that_is_open(root: Any):

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -574,22 +574,16 @@ class Run:
             text=True,
         )
 
-    def tell(self, step: int) -> None:
-        """The reader waits for the next after this step."""
+    def tell(self, seen: list[int]) -> None:
+        """The reader waits for the next after these steps."""
+        self.check()
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # It may have saved its last step, and ended.
-            os.write(self.process.stdin.fileno(), f"{step}\n".encode())
+            os.write(self.process.stdin.fileno(), f"{seen[-1] if seen else 0}\n".encode())
 
     def check(self) -> None:
         """One that has failed saves no more steps: a reader would wait for ever."""
         assert self.process.poll() in (None, 0)
-
-    def wait_for(self, metadata: Path) -> None:
-        def is_there() -> bool:
-            self.check()
-            return metadata.exists()
-
-        wait_until(is_there)
 
     def kill_after(self, step: int) -> None:
         """Once it has saved this step and deleted what it does not keep: with no claim."""
@@ -605,35 +599,36 @@ class Run:
         assert self.process.returncode == 0
 
 
-class SlowReader:
-    """Restores each step when only its lease still keeps it: two later ones are there."""
+class Reader:
+    """Restores each step, once a later one is there if so told."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, run: Callable[[], Run], **options: Any):
         self._root = root
-        self._told = self._done = 0
+        self._start = run
         self.run: Run | None = None
+        self.seen: list[int] = []
         self._manager = Manager(FaultyStore(root, before=self._tell), read_only=True)
-        self.watched = self._manager.watch()
+        self.watched = self._manager.watch(**options)
 
-    def read_up_to(self, last: int) -> list[int]:
-        assert self.run is not None
-        seen: list[int] = []
-        while not seen or seen[-1] < last:
+    def read_up_to(self, last: int, later: Callable[[int], int]) -> Run:
+        while not self.seen or self.seen[-1] < last:
             step = next(self.watched)
-            later = self._root / f"step_{min(step + 2, self.run.last):08d}" / "_METADATA"
-            self.run.wait_for(later)
+            assert self.run is not None
+            name = f"step_{min(later(step), self.run.last):08d}"
+            wait_until(lambda run=self.run, name=name: self._is_there(run, name))
             assert self._manager.restore(step)["step"] == step
-            self._done = step
-            seen.append(step)
-        return seen
+            self.seen.append(step)
+        assert self.run is not None
+        return self.run
+
+    def _is_there(self, run: Run, name: str) -> bool:
+        run.check()
+        return (self._root / name / "_METADATA").exists()
 
     def _tell(self, verb: str, name: str) -> None:
-        if (verb, name) != ("list", "") or self.run is None:
-            return
-        self.run.check()
-        if self._told < self._done:  # It has its lease before it looks at the root.
-            self._told = self._done
-            self.run.tell(self._done)
+        if (verb, name) == ("list", ""):  # It has its lease before it looks at the root.
+            self.run = self.run or self._start()
+            self.run.tell(self.seen)
 
 
 @pytest.mark.parametrize(
@@ -641,46 +636,27 @@ class SlowReader:
 )
 def test_a_run_that_does_not_wait_is_seen_whole(tmp_path: Path, steps: int, ahead: int):
     """It saves as fast as it can, up to as many steps as the backlog has room for."""
-    manager = Manager(tmp_path, read_only=True)
-    run: Run | None = None
-    seen: list[int] = []
 
-    def tell(verb: str, name: str) -> None:
-        nonlocal run
-        if (verb, name) == ("list", "") and run is None:
-            run = Run(tmp_path, 1, steps, ahead=ahead)
-        elif (verb, name) == ("list", ""):
-            assert run is not None
-            run.check()
-            if seen:
-                run.tell(seen[-1])
+    def later(step: int) -> int:
+        return step + ahead - 1 if ahead < steps and step % ahead == 1 else step
 
-    watched = Manager(FaultyStore(tmp_path, before=tell), read_only=True).watch(backlog=ahead)
-    for step in watched:
-        if ahead < steps and step % ahead == 1:  # Else each is as fast as it can be.
-            assert run is not None
-            run.wait_for(tmp_path / f"step_{step + ahead - 1:08d}" / "_METADATA")
-        assert manager.restore(step)["step"] == step
-        seen.append(step)
-        if step == steps:
-            break
-    watched.close()
-    assert seen == list(range(1, steps + 1))
-    assert run is not None
+    reader = Reader(tmp_path, lambda: Run(tmp_path, 1, steps, ahead=ahead), backlog=ahead)
+    run = reader.read_up_to(steps, later)
+    reader.watched.close()
+    assert reader.seen == list(range(1, steps + 1))
     run.end()
-    with Manager(tmp_path, keep=2, asynchronous=False) as writer:
-        writer.save(steps + 1, tree_of(steps + 1))
+    fill(tmp_path, steps + 1, keep=2)
     assert sorted(os.listdir(tmp_path)) == [f"step_{steps:08d}", f"step_{steps + 1:08d}"]
 
 
 def test_a_run_that_is_killed_and_goes_on(tmp_path: Path):
-    reader = SlowReader(tmp_path)
-    reader.run = Run(tmp_path, 1, 100)
-    assert reader.read_up_to(5) == [1, 2, 3, 4, 5]
+    """Each step is restored when only its lease still keeps it: two later ones are there."""
+    reader = Reader(tmp_path, lambda: Run(tmp_path, 1, 100))
     # Having saved step 7, it waits until the reader asks for the next one.
-    reader.run.kill_after(7)
+    reader.read_up_to(5, lambda step: step + 2).kill_after(7)
     reader.run = Run(tmp_path, 8, 12, done=5)
-    assert reader.read_up_to(12) == [6, 7, 8, 9, 10, 11, 12]
+    reader.read_up_to(12, lambda step: step + 2)
+    assert reader.seen == list(range(1, 13))
     reader.watched.close()
     reader.run.end()
     left = set(os.listdir(tmp_path)) - {"step_00000010"}
