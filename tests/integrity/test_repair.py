@@ -23,7 +23,7 @@ from nnx_models import make_block, make_optimizer
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, PathInTheWay
 from ostraka.storage import MemoryStore, Traits, open_store
 from ostraka.testing import FaultyStore
-from places import copy_tree, flip, names_of, remove_tree
+from places import Place, copy_tree, flip, names_of, remove_tree
 from runs import Gate, contents
 
 LARGE = 300_000
@@ -87,11 +87,11 @@ def path(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def shard(path: Path, number: int) -> Path:
+def shard(path: Place, number: int) -> Any:
     return sorted(path.glob("shards-*/*.safetensors"))[number]
 
 
-def index(path: Path) -> Path:
+def index(path: Place) -> Any:
     return next(iter(path.glob("shards-*/process_*.json")))
 
 
@@ -390,8 +390,8 @@ def test_a_copy_that_is_damaged_too(path: Path, made: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("parity", [1, 2])
-def test_from_parity(tmp_path: Path, tree: Any, parity: int):
-    path = tmp_path / "c"
+def test_from_parity(place: Place, tree: Any, parity: int):
+    path = place / "c"
     ostraka.save(path, tree, parity=parity)
     before = contents(path)
     lost = [shard(path, 8 + parity - 1), *(shard(path, 7 - n) for n in range(parity - 1))]
