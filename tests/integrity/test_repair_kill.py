@@ -3,6 +3,7 @@
 The rounds run in a program of their own, which forks and never imports JAX.
 """
 
+import itertools
 import os
 import random
 import shutil
@@ -10,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ostraka
@@ -50,43 +53,33 @@ def check_no_worse(path: Path, harmed: dict[str, bytes], right: dict[str, bytes]
         assert now.get(name) in (data, right[name]), name
 
 
-def kill_at(path: Path, other: Path, count: int) -> bool:
-    """Repair in a child that is killed before its `count`-th verb; False if it has come through."""
+def killed_in(repair: Callable[[], object], delay_s: float | None = None) -> bool:
+    """Repair in a child, which is killed after so long; False if it has come through."""
     pid = os.fork()
     if pid == 0:
-        calls = 0
-
-        def die(verb: str, name: str) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-
         code = 1
         try:
-            ostraka.repair(FaultyStore(path, before=die), sources=other)
+            repair()
             code = 0
         finally:
             os._exit(code)
+    if delay_s is not None:
+        time.sleep(delay_s)
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert status in (0, signal.SIGKILL), status
     return status != 0
 
 
-def kill_after(path: Path, other: Path, delay_s: float) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            ostraka.repair(path, sources=other)
-            code = 0
-        finally:
-            os._exit(code)
-    time.sleep(delay_s)
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    assert status in (0, signal.SIGKILL), status
-    return status != 0
+def dying_at(path: Path, count: int) -> FaultyStore:
+    """A store that kills its process before its `count`-th verb."""
+    calls = itertools.count(1)
+
+    def die(verb: str, name: str) -> None:
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return FaultyStore(path, before=die)
 
 
 def run_rounds(made: str, directory: str, kind: str, rounds: str) -> None:
@@ -99,9 +92,11 @@ def run_rounds(made: str, directory: str, kind: str, rounds: str) -> None:
         do_harm(path)
         harmed = contents(path)
         if kind == "verbs":
-            was_killed = kill_at(path, Path(made), number + 1)
+            store = dying_at(path, number + 1)
+            was_killed = killed_in(lambda store=store: ostraka.repair(store, sources=made))
         else:
-            was_killed = kill_after(path, Path(made), random.uniform(0.0, took_s))
+            delay_s = random.uniform(0.0, took_s)
+            was_killed = killed_in(lambda: ostraka.repair(path, sources=made), delay_s)
         killed += was_killed
         check_no_worse(path, harmed, right)
         began_s = time.monotonic()
@@ -132,8 +127,6 @@ def run(made: Path, directory: Path, kind: str, rounds: int) -> int:
 
 @pytest.fixture
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    import numpy as np
-
     rng = np.random.default_rng(1)
     size = getattr(request, "param", 100_000)
     tree = {str(n): rng.standard_normal(size) for n in range(4)}

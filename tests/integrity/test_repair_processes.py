@@ -16,7 +16,6 @@ import ostraka
 from ostraka.errors import OstrakaError
 from ostraka.storage import open_store
 from ostraka.testing import FaultyStore, run_processes
-from places import Place
 
 PROCESSES, DEVICES = 4, 2
 COUNT = PROCESSES * DEVICES
@@ -167,19 +166,16 @@ def blocks_of(array: Any) -> list[np.ndarray]:
     return [np.asarray(shard.data) for shard in array.addressable_shards]
 
 
-def run(path: Place, options: dict[str, Any]) -> None:
-    run_processes(
-        repair_all, str(path / "c"), options, processes=PROCESSES, devices_per_process=DEVICES
-    )
+ALL: dict[str, Any] = {"processes": PROCESSES, "devices_per_process": DEVICES}
 
 
-def test_from_the_live_model(place: Place):
-    run(place, {})
+@pytest.mark.parametrize("options", [{}, {"compress": "zstd"}, {"dtype": "bfloat16"}])
+def test_from_the_live_model(tmp_path: Path, options: dict[str, Any]):
+    run_processes(repair_all, str(tmp_path / "c"), options, **ALL)
 
 
-@pytest.mark.parametrize("options", [{"compress": "zstd"}, {"dtype": "bfloat16"}])
-def test_of_what_a_save_has_changed(tmp_path: Path, options: dict[str, Any]):
-    run(tmp_path, options)
+def test_from_the_live_model_in_a_bucket(bucket: str):
+    run_processes(repair_all, f"{bucket}/c", {}, **ALL)
 
 
 def repair_or_fail(path: str) -> str:
@@ -196,9 +192,7 @@ def repair_or_fail(path: str) -> str:
 
 
 def test_an_error_on_one_process_is_told_on_all(tmp_path: Path):
-    results = run_processes(
-        repair_or_fail, str(tmp_path / "c"), processes=PROCESSES, devices_per_process=DEVICES
-    )
+    results = run_processes(repair_or_fail, str(tmp_path / "c"), **ALL)
     for result in results:
         assert "No space left" in result.value
         assert result.value.startswith("RepairFailed")

@@ -1,6 +1,7 @@
 """`ostraka.verify` beyond damage: what it proves without reading, notes, coverage, all steps."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -88,8 +89,8 @@ def test_without_reading_sizes_are_compared(place: Place):
 # What lies beside
 
 
-def test_foreign_files_are_noted_and_no_damage(place: Place):
-    path = save(place / "c")
+def test_foreign_files_are_noted_and_no_damage(tmp_path: Path):
+    path = save(tmp_path / "c")
     (shards,) = path.glob("shards-*")
     (path / "notes.txt").write_text("mine")
     (shards / "stray.bin").write_text("mine")
@@ -240,10 +241,7 @@ def test_a_header_that_contradicts_metadata(tmp_path: Path, change: Any, said: s
 )
 def test_boxes_that_are_all_of_an_array(shape: Any, boxes: Any, said: str | None):
     found = find_gap(shape, boxes)
-    assert (found is None) if said is None else (found is not None)
-    if said is not None:
-        with pytest.raises(AssertionError, match=said):
-            raise AssertionError(found)
+    assert found is None if said is None else re.search(said, found or "")
 
 
 # Files that only an index names
@@ -284,8 +282,8 @@ def test_an_index_leads_to_no_file_outside(tmp_path: Path):
 # All steps
 
 
-def test_a_report_of_damaged_metadata(place: Place):
-    path = save(place / "c")
+def test_a_report_of_damaged_metadata(tmp_path: Path):
+    path = save(tmp_path / "c")
     (path / "_METADATA").write_bytes(b'{"format":"ostraka"')
     report = ostraka.verify(path, raises=False)
     assert not report.ok
@@ -298,8 +296,8 @@ def test_a_report_of_damaged_metadata(place: Place):
     assert json.loads(shown.stdout)["problems"][0]["file"] == "_METADATA"
 
 
-def test_all_steps_of_a_root(place: Place):
-    root = place / "runs"
+def test_all_steps_of_a_root(tmp_path: Path):
+    root = tmp_path / "runs"
     for step in (1, 2, 3):
         save(root / f"step_{step:08d}")
     (root / "step_00000009").mkdir()

@@ -23,6 +23,7 @@ from ostraka.errors import CheckpointNotFound, Damaged, PathInTheWay, Unsupporte
 from ostraka.formats.orbax._read import import_tensorstore
 from ostraka.manager.steps import Root
 from ostraka.testing import run_processes
+from runs import contents
 
 
 def tree_of(step: int) -> dict[str, Any]:
@@ -50,10 +51,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(written: Path, tmp_path: Path) -> Path:
     """Steps 2, 4 and 8, which Orbax wrote."""
     return Path(shutil.copytree(written, tmp_path / "runs"))
-
-
-def content(root: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(root)): f.read_bytes() for f in root.rglob("*") if f.is_file()}
 
 
 # One answer
@@ -192,7 +189,7 @@ def test_without_tensorstore_the_steps_are_known(root: Path, monkeypatch: pytest
 
 
 def test_orbax_steps_are_neither_deleted_nor_counted(root: Path):
-    before = content(root)
+    before = contents(root)
     with Manager(root, keep=2, keep_best=Best("loss", "min"), asynchronous=False) as manager:
         for step in (9, 10, 11, 12):
             manager.save(step, tree_of(step), metrics={"loss": float(step)})
@@ -205,12 +202,12 @@ def test_orbax_steps_are_neither_deleted_nor_counted(root: Path):
     assert refused.exit_code != 0
     assert f"delete {root}/4 yourself" in refused.stderr
     run("gc", root, "--yes")
-    after = content(root)
+    after = contents(root)
     assert {name: data for name, data in after.items() if name in before} == before
 
 
 def test_a_step_of_orbax_is_not_replaced(root: Path):
-    before = content(root)
+    before = contents(root)
     with Manager(root, asynchronous=False) as manager:
         with pytest.raises(ValueError, match="step 8 in .* was written by Orbax, and is not"):
             manager.save(8, tree_of(80))
@@ -223,7 +220,7 @@ def test_a_step_of_orbax_is_not_replaced(root: Path):
         assert manager.restore()["step"] == ostraka.open(root)["step"] == 81
         manager.delete(8)
         assert manager.restore()["step"] == 8
-    assert content(root) == before
+    assert contents(root) == before
 
 
 def test_a_step_of_orbax_with_the_managers_own_name_is_in_the_way(root: Path):
@@ -234,20 +231,13 @@ def test_a_step_of_orbax_with_the_managers_own_name_is_in_the_way(root: Path):
         assert manager.restore()["step"] == 8
 
 
-def test_a_run_that_orbax_began_goes_on(root: Path):
-    with Manager(root, keep=1) as manager:
-        state = manager.restore(like=tree_of(0))
-        for step in range(state["step"] + 1, 12):
-            manager.save(step, tree_of(step))
-    with Manager(root) as manager:
-        assert manager.steps() == [2, 4, 8, 11]
-        assert manager.restore(like=tree_of(0))["step"] == 11
-
-
 def test_a_mirror_gets_only_what_the_manager_saved(root: Path, tmp_path: Path):
-    with Manager(root, mirror=tmp_path / "copies") as manager:
-        manager.save(9, tree_of(9))
+    with Manager(root, keep=1, mirror=tmp_path / "copies") as manager:
+        state = manager.restore(like=tree_of(0))
+        manager.save(state["step"] + 1, tree_of(9))
     assert Manager(tmp_path / "copies", read_only=True).steps() == [9]
+    found = [(step.step, step.format, step.is_foreign) for step in Root(root).steps()]
+    assert found[2:] == [(8, "orbax", True), (9, "ostraka", False)]
 
 
 def resume(root: str) -> list[Any]:
@@ -271,54 +261,46 @@ def test_all_processes_go_on_from_the_same_step(root: Path):
 # A directory that is taken for empty
 
 
-def write_msgpack(root: Path) -> None:
-    (root / "checkpoint_8").write_bytes(serialization.to_bytes({"w": np.ones(4)}))
+def write_safetensors(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    save_file({"w": np.ones(4)}, directory / "model.safetensors")
 
 
-def write_hugging_face(root: Path) -> None:
-    (root / "checkpoint-500").mkdir()
-    save_file({"w": np.ones(4)}, root / "checkpoint-500" / "model.safetensors")
+MSGPACK = serialization.to_bytes({"w": np.ones(4)})
+LIKELY: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "msgpack": (
+        lambda root: (root / "checkpoint_8").write_bytes(MSGPACK),
+        "checkpoint_8 is a msgpack file",
+    ),
+    "hugging face": (
+        lambda root: write_safetensors(root / "checkpoint-500"),
+        "checkpoint-500 holds safetensors files; read them with ostraka.restore",
+    ),
+    "safetensors": (
+        lambda root: write_safetensors(root / "8"),
+        "8 holds safetensors files; read them with ostraka.restore",
+    ),
+    "below": (
+        lambda root: ostraka.save(root / "ckpts" / "step_00000008", tree_of(8)),
+        "ckpts holds steps; to go on from them, give the Manager .*/ckpts",
+    ),
+    "other name": (
+        lambda root: ostraka.save(root / "epoch-8", tree_of(8)),
+        "epoch-8 is a checkpoint, and its name is not that of a step",
+    ),
+    "npz": (
+        lambda root: np.savez(root / "state_8.npz", w=np.ones(4)),
+        "state_8.npz is a .npz file of numpy",
+    ),
+    "model": (write_safetensors, "it holds safetensors files"),
+}
 
 
-def write_safetensors_step(root: Path) -> None:
-    (root / "8").mkdir()
-    save_file({"w": np.ones(4)}, root / "8" / "model.safetensors")
-
-
-def write_below(root: Path) -> None:
-    ostraka.save(root / "ckpts" / "step_00000008", tree_of(8))
-
-
-def write_other_name(root: Path) -> None:
-    ostraka.save(root / "epoch-8", tree_of(8))
-
-
-def write_npz(root: Path) -> None:
-    np.savez(root / "state_8.npz", w=np.ones(4))
-
-
-def write_model(root: Path) -> None:
-    save_file({"w": np.ones(4)}, root / "model.safetensors")
-
-
-LIKELY: list[tuple[Callable[[Path], None], str]] = [
-    (write_msgpack, "checkpoint_8 is a msgpack file"),
-    (write_hugging_face, r"checkpoint-500 holds safetensors files; read them with ostraka.restore"),
-    (write_safetensors_step, r"8 holds safetensors files; read them with ostraka.restore"),
-    (write_below, "ckpts holds steps; to go on from them, give the Manager .*/ckpts"),
-    (write_other_name, "epoch-8 is a checkpoint, and its name is not that of a step"),
-    (write_npz, "state_8.npz is a .npz file of numpy"),
-    (write_model, "it holds safetensors files"),
-]
-
-
-@pytest.mark.parametrize(("write", "what"), LIKELY, ids=[one[0].__name__ for one in LIKELY])
+@pytest.mark.parametrize("kind", LIKELY)
 def test_a_run_that_begins_beside_checkpoints_says_so(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    write: Callable[[Path], None],
-    what: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ):
+    write, what = LIKELY[kind]
     write(tmp_path)
     with Manager(tmp_path, asynchronous=False) as manager:
         assert manager.latest() is None
@@ -334,7 +316,7 @@ def test_a_run_that_begins_beside_checkpoints_says_so(
 
 
 def test_a_listing_without_steps_says_what_is_there(tmp_path: Path):
-    write_below(tmp_path)
+    LIKELY["below"][0](tmp_path)
     assert "no steps; but ckpts holds steps" in run("ls", tmp_path).stdout
 
 
@@ -363,10 +345,3 @@ def test_a_directory_with_other_things_is_no_run(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING), Manager(tmp_path) as manager:
         assert manager.latest() is None
     assert not caplog.messages
-
-
-def test_a_step_that_is_listed_says_what_wrote_it(root: Path):
-    with Manager(root, asynchronous=False) as manager:
-        manager.save(9, tree_of(9))
-    found = [(step.step, step.format, step.is_foreign) for step in Root(root).steps()]
-    assert found[2:] == [(8, "orbax", True), (9, "ostraka", False)]

@@ -5,7 +5,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ import ostraka
 from ostraka import Manager
 from ostraka.common.record import Record
 from ostraka.errors import Damaged
-from ostraka.storage import open_store
 from ostraka.testing import FaultyStore, kill_when, run_processes
-
-LONG_S = 120.0
+from runs import LONG_S, contents, damage, error_of, raises_from, steps_in
 
 
 def tree_of(step: int, size: int = 3 << 12) -> dict[str, Any]:
@@ -31,28 +29,6 @@ def tree_of(step: int, size: int = 3 << 12) -> dict[str, Any]:
     place = NamedSharding(mesh, P("data"))
     spread = jax.make_array_from_callback(value.shape, place, lambda index: value[index])
     return {"a": spread, "step": step}
-
-
-def steps_in(path: Any) -> list[int]:
-    """The steps that a place lists; each of them must be whole."""
-    with Manager(path, read_only=True) as manager:
-        steps = manager.steps()
-        for step in steps:
-            assert ostraka.verify(manager.path(step)).ok
-    return steps
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    store = open_store(path)
-    return {file.name: store.get(file.name) for file in store.files("")}
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # Copying together
@@ -139,8 +115,6 @@ def save_without_mirror(root: str) -> None:
 
 
 def recover(root: str, mirror: str) -> dict[str, Any]:
-    import warnings
-
     said: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught, Manager(root, mirror=mirror) as manager:
         warnings.simplefilter("always")
@@ -159,11 +133,9 @@ def test_a_part_that_one_process_reads_is_damaged(tmp_path: Path):
         for step in (1, 2):
             manager.save(step, tree_of(step))
     shutil.rmtree(root / "step_00000001")
-    last = max((root / "step_00000002").glob("shards-*/*.safetensors"))
-    data = bytearray(last.read_bytes())
-    data[-1] ^= 1
-    last.write_bytes(data)
-    with pytest.raises(Damaged, match=last.name):
+    file = min((root / "step_00000002").glob("shards-*/*.safetensors"))
+    damage(root, 2)
+    with pytest.raises(Damaged, match=file.name):
         ostraka.verify(root / "2")
     results = [r.value for r in run_processes(recover, str(root), str(mirror), processes=2)]
     assert results[0] == results[1]
@@ -173,21 +145,19 @@ def test_a_part_that_one_process_reads_is_damaged(tmp_path: Path):
     assert "CheckpointNotFound: there is no step 7 in" in results[0]["nothing"]
     (warned,) = results[0]["warned"]
     assert f"step 2 is restored from the mirror {mirror}" in warned
-    assert last.name in warned
+    assert file.name in warned
 
 
 # What goes wrong on one process
 
 
 def fail_on_one(root: str, mirror: str) -> dict[str, Any]:
-    faults: set[str] = {"create"} if jax.process_index() == 1 else set()
-
-    def before(verb: str, name: str) -> None:
-        if verb in faults:
-            raise OSError(28, "No space left on device")
-
+    faults: dict[str, BaseException] = {}
+    if jax.process_index() == 1:
+        faults["create"] = OSError(28, "No space left on device")
     said: dict[str, Any] = {}
-    with Manager(root, mirror=FaultyStore(mirror, before=before), keep=1) as manager:
+    there = FaultyStore(mirror, before=raises_from(faults))
+    with Manager(root, mirror=there, keep=1) as manager:
         for step in (1, 2, 3):
             manager.save(step, tree_of(step))
         said["refused"] = error_of(manager.wait)
@@ -254,22 +224,6 @@ def test_a_mirror_that_is_not_the_same_for_all(tmp_path: Path):
     for result in results:
         assert "which another process has copied: all processes must have one" in result.value
     assert steps_in(tmp_path / "runs") == [1]
-
-
-def give_others(root: str, mirror: str) -> list[str]:
-    process = jax.process_index()
-    options = [{"mirror": f"{mirror}{process}"}, {"mirror": mirror, "mirror_every": process + 1}]
-    return [error_of(lambda given=given: Manager(root, **given)) for given in options]
-
-
-def test_processes_with_other_mirrors(tmp_path: Path):
-    results = run_processes(give_others, str(tmp_path / "runs"), str(tmp_path / "m"), processes=2)
-    for result in results:
-        assert "process 1: it has mirror=" in result.value[0]
-        assert (
-            "process 1: it has mirror_every=2 while process 0 has mirror_every=1"
-            in (result.value[1])
-        )
 
 
 def leave_open(root: str, mirror: str) -> None:

@@ -9,17 +9,17 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
 import pytest
 
 import ostraka
 from ostraka import Manager
-from ostraka.errors import Busy, Damaged, UnsupportedFormat
+from ostraka.errors import Busy, Damaged, StoreError, UnsupportedFormat
 from ostraka.layout import shard_file
 from ostraka.manager._keep import check_keep
 from ostraka.manager.leases import ReaderLease, is_lease, remove_expired_leases
@@ -30,8 +30,9 @@ from ostraka.storage import MemoryStore, Store, _claim, _memory, open_store
 from ostraka.testing import FaultyStore, run_processes
 from places import place_of_kind
 from programs import run_quietly
+from runs import LONG_S, damage, fill, tree_of, wait_until
 
-LONG_S = 120.0
+KEEP_ONE = check_keep(1, None, None, None, None)
 
 
 @pytest.fixture(params=["directory", "memory", "without locks", "bucket"])
@@ -39,14 +40,19 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return place_of_kind(request.param, "runs", request, tmp_path)
 
 
-def tree_of(step: int) -> dict[str, Any]:
-    return {"a": np.full(8, step), "step": step}
+def writing(root: Any, **options: Any) -> Manager:
+    return Manager(root, asynchronous=False, **{"keep": 1, **options})
 
 
-def fill(root: Any, *steps: int, **options: Any) -> None:
-    with Manager(root, asynchronous=False, **options) as manager:
-        for step in steps:
-            manager.save(step, tree_of(step))
+def save(writer: Manager, *steps: int) -> list[int]:
+    """Save steps, and return those that are there then."""
+    for step in steps:
+        writer.save(step, tree_of(step))
+    return writer.steps()
+
+
+def watching(root: Any, **options: Any) -> Generator[int]:
+    return Manager(root, read_only=True).watch(**{"timeout_s": 0, **options})
 
 
 def leases(root: Any) -> list[str]:
@@ -55,20 +61,12 @@ def leases(root: Any) -> list[str]:
     return sorted("-".join(name.split("-")[-2:]) for name in names)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 # Which steps
 
 
 def test_the_steps_that_are_there_then_new_ones(root: Any):
-    with Manager(root, asynchronous=False) as writer:
-        for step in (1, 2, 5):
-            writer.save(step, tree_of(step))
+    with writing(root, keep=None) as writer:
+        save(writer, 1, 2, 5)
         reader = Manager(root, read_only=True)
         seen: list[int] = []
         for step in reader.watch(timeout_s=0):
@@ -76,38 +74,36 @@ def test_the_steps_that_are_there_then_new_ones(root: Any):
             assert leases(root) == [f"step-{step}"]
             seen.append(step)
             if 5 <= step < 8:
-                writer.save(step + 1, tree_of(step + 1))
+                save(writer, step + 1)
         assert seen == [1, 2, 5, 6, 7, 8]
         assert leases(root) == []
         assert list(reader.watch(after=6, timeout_s=0)) == [7, 8]
         assert list(reader.watch(after=8, timeout_s=0)) == []
 
 
-def test_only_the_newest(root: Any):
-    with Manager(root, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        writer.save(2, tree_of(2))
+def test_only_the_newest(tmp_path: Path):
+    """Nothing waits for its reader."""
+    with writing(tmp_path) as writer:
+        save(writer, 1, 2)
         seen: list[int] = []
-        for step in Manager(root, read_only=True).watch(newest_only=True, timeout_s=0):
+        for step in watching(tmp_path, newest_only=True):
             seen.append(step)
+            assert leases(tmp_path) == [f"step-{step}"]
             if step < 6:
-                writer.save(step + 1, tree_of(step + 1))
-                writer.save(step + 2, tree_of(step + 2))
+                assert save(writer, step + 1, step + 2) == [step, step + 2]
     assert seen == [2, 4, 6]
 
 
-def test_waits_for_a_run_that_has_not_begun(root: Any):
-    reader = Manager(root, read_only=True)
-    begin = threading.Event()
-
-    def train() -> None:
-        assert begin.wait(LONG_S)
-        fill(root, 1, 2)
-
-    training = threading.Thread(target=train)
+def test_waits_for_a_run_that_has_not_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """It says so, and makes nothing."""
+    root = tmp_path / "later"
+    with caplog.at_level(logging.INFO, "ostraka"):
+        assert list(watching(root)) == []
+    assert f"waiting for {root}, which is not there yet" in caplog.text
+    assert not root.exists()
+    watched = watching(root, timeout_s=None)
+    training = threading.Thread(target=fill, args=(root, 1, 2))
     training.start()
-    watched = reader.watch()
-    begin.set()
     assert [next(watched), next(watched)] == [1, 2]
     training.join()
     assert leases(root) == ["step-2"]
@@ -115,41 +111,20 @@ def test_waits_for_a_run_that_has_not_begun(root: Any):
     assert leases(root) == []
 
 
-def test_a_root_that_is_not_there_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    reader = Manager(tmp_path / "later", read_only=True)
-    with caplog.at_level(logging.INFO, "ostraka"):
-        assert list(reader.watch(timeout_s=0)) == []
-    assert f"waiting for {tmp_path / 'later'}, which is not there yet" in caplog.text
-    assert not (tmp_path / "later").exists()
-
-
-def test_ends_after_the_timeout(tmp_path: Path):
-    fill(tmp_path, 1)
+def test_what_is_no_step_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """It ends after the timeout, and not before."""
+    fill(tmp_path, 1, 2, 3, 4)
+    damage(tmp_path, 2, 4, name="_METADATA")
+    (tmp_path / "step_00000005" / "shards-0123456789abcdef").mkdir(parents=True)  # being saved
     began_s = time.monotonic()
-    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0.3)) == [1]
+    assert list(watching(tmp_path, timeout_s=0.3)) == [1, 3]
     assert time.monotonic() - began_s >= 0.3
-
-
-def test_a_save_that_is_under_way_is_no_step(tmp_path: Path):
-    fill(tmp_path, 1)
-    (tmp_path / "step_00000002" / "shards-0123456789abcdef").mkdir(parents=True)
-    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0)) == [1]
-
-
-def test_a_step_that_cannot_be_read_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    fill(tmp_path, 1, 2, 3)
-    (tmp_path / "step_00000002" / "_METADATA").write_text('{"format":"ostraka"')
-    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0.2)) == [1, 3]
     assert caplog.text.count("step 2 is left out") == 1
-
-
-def test_damage_is_found_by_the_restore(tmp_path: Path):
-    fill(tmp_path, 1)
-    shard = next(tmp_path.glob("step_00000001/shards-*/*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert caplog.text.count("step 4 is left out") == 1  # although it looks again and again
+    damage(tmp_path, 3)
     reader = Manager(tmp_path, read_only=True)
-    for step in reader.watch(timeout_s=0):
-        with pytest.raises(Damaged, match="step_00000001"):
+    for step in reader.watch(after=2, timeout_s=0):
+        with pytest.raises(Damaged, match="step_00000003"):
             reader.restore(step)
 
 
@@ -160,95 +135,67 @@ def test_a_step_of_a_newer_version(tmp_path: Path):
     text = text[: text.rindex(b',"digest":')]
     path.write_bytes(text + b',"digest":"' + shard_file.digest(text).encode() + b'"}\n')
     with pytest.raises(UnsupportedFormat, match="install a newer ostraka"):
-        next(Manager(tmp_path, read_only=True).watch())
+        next(watching(tmp_path))
     assert leases(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"after": -1}, ValueError, "a step must be 0 or more, not -1"),
-        ({"after": "7"}, TypeError, "a step must be a whole number, not '7'"),
-        ({"timeout_s": -1}, ValueError, "timeout_s must be more than 0, not -1"),
-        ({"backlog": -1}, ValueError, "backlog must be 0 or more, not -1"),
-        ({"backlog": True}, TypeError, "backlog must be a whole number of steps, not True"),
-        ({"timeout_s": "1"}, TypeError, "timeout_s must be a number of seconds, not '1'"),
-    ],
-)
-def test_wrong_arguments(tmp_path: Path, options: Any, kind: type[Exception], message: str):
-    with pytest.raises(kind, match=message):
-        Manager(tmp_path, read_only=True).watch(**options)
 
 
 # Leases
 
 
 def test_retention_leaves_what_is_read(root: Any):
-    with Manager(root, keep=1, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
+    with writing(root) as writer:
+        save(writer, 1)
         reader = Manager(root, read_only=True)
         watched = reader.watch(timeout_s=0, backlog=0)
         assert next(watched) == 1
-        writer.save(2, tree_of(2))
-        writer.save(3, tree_of(3))
-        assert writer.steps() == [1, 3]
+        assert save(writer, 2, 3) == [1, 3]
         assert reader.restore(1)["step"] == 1
         assert next(watched) == 3
-        writer.save(4, tree_of(4))
-        assert writer.steps() == [3, 4]
+        assert save(writer, 4) == [3, 4]
         watched.close()
-        writer.save(5, tree_of(5))
-        assert writer.steps() == [5]
+        assert save(writer, 5) == [5]
 
 
 def test_one_who_waits_keeps_the_next_step(root: Any):
-    with Manager(root, keep=1, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
+    with writing(root) as writer:
+        save(writer, 1)
         lease = ReaderLease(open_store(root), backlog=0)
         lease.wait_from(2)
-        for step in (2, 3, 4):
-            writer.save(step, tree_of(step))
-        assert writer.steps() == [2, 4]
+        assert save(writer, 2, 3, 4) == [2, 4]
         lease.begin(4)  # Of the two leases that it has now only this one counts.
         assert leases(root) == ["from-2", "step-4"]
-        writer.save(5, tree_of(5))
-        assert writer.steps() == [4, 5]
+        assert save(writer, 5) == [4, 5]
         lease.take_back()
-        writer.save(6, tree_of(6))
-        assert writer.steps() == [4, 6]
+        assert save(writer, 6) == [4, 6]
         lease.release()
-        writer.save(7, tree_of(7))
-        assert writer.steps() == [7]
+        assert save(writer, 7) == [7]
 
 
 def test_each_reader_keeps_its_own(tmp_path: Path):
-    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
-        watched: list[Iterator[int]] = []
+    with writing(tmp_path) as writer:
+        watched: list[Generator[int]] = []
         for step in (1, 2, 3):
-            writer.save(step, tree_of(step))
-            watched.append(Manager(tmp_path, read_only=True).watch(after=step - 1, backlog=0))
+            save(writer, step)
+            watched.append(watching(tmp_path, after=step - 1, backlog=0))
             assert next(watched[-1]) == step
-        writer.save(4, tree_of(4))
-        writer.save(5, tree_of(5))
-        assert writer.steps() == [1, 2, 3, 5]
+        assert save(writer, 4, 5) == [1, 2, 3, 5]
+
+
+LEASE = "_LEASE-there.7.0123-step-1"
 
 
 def test_the_lease_of_a_dead_reader_ends(root: Any, monkeypatch: pytest.MonkeyPatch):
-    with Manager(root, keep=1, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        store = open_store(root)
-        store.touch("_LEASE-there.7.0123-step-1", create=True)
-        writer.save(2, tree_of(2))
-        assert writer.steps() == [1, 2]
+    """Retention removes it, and so does a manager that opens."""
+    store = open_store(root)
+    with writing(root) as writer:
+        save(writer, 1)
+        store.touch(LEASE, create=True)
+        assert save(writer, 2) == [1, 2]
         monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)  # instead of waiting for it
-        writer.save(3, tree_of(3))
-        assert writer.steps() == [3]
+        assert save(writer, 3) == [3]
         assert leases(root) == []
-
-
-def test_a_manager_that_opens_removes_dead_leases(root: Any, monkeypatch: pytest.MonkeyPatch):
-    fill(root, 1)
-    open_store(root).touch("_LEASE-there.7.0123-step-1", create=True)
+    store.touch(LEASE, create=True)
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 30.0)
     Manager(root).close()
     assert leases(root) == ["step-1"]
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)
@@ -265,59 +212,35 @@ def touch_ahead(path: Path) -> None:
     os.utime(path, (ahead_s, ahead_s))
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_watches_a_lease_from_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", 0.1)
-
-
-LEASE_AHEAD = "_LEASE-there.7.0123-step-1"
-
-
-@pytest.mark.usefixtures("soon")
-def test_retention_watches_a_lease_from_the_future(tmp_path: Path):
-    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        touch_ahead(tmp_path / LEASE_AHEAD)
+    with writing(tmp_path) as writer:
+        save(writer, 1)
+        touch_ahead(tmp_path / LEASE)
         numbers = itertools.count(2)
-
-        def save_another() -> bool:
-            writer.save(next(numbers), tree_of(2))
-            return 1 not in writer.steps()
-
-        assert not save_another()
-        wait_until(save_another)
+        assert 1 in save(writer, next(numbers))
+        wait_until(lambda: 1 not in save(writer, next(numbers)))
         assert leases(tmp_path) == []
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_step_with_a_lease_from_the_future_is_deleted_by_hand(tmp_path: Path):
-    with Manager(tmp_path, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        touch_ahead(tmp_path / LEASE_AHEAD)
-        writer.delete(1)
+        touch_ahead(tmp_path / f"{LEASE[:-1]}{writer.latest()}")
+        writer.delete(writer.latest() or 0)  # by hand
         assert writer.steps() == []
 
 
-@pytest.mark.usefixtures("soon")
-def test_leases_from_the_future_are_removed(tmp_path: Path):
+def test_leases_and_claims_from_the_future_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 0.1)
     fill(tmp_path, 1)
-    touch_ahead(tmp_path / LEASE_AHEAD)
+    touch_ahead(tmp_path / LEASE)
     assert remove_expired_leases(open_store(tmp_path)) == []
-    assert remove_expired_leases(open_store(tmp_path), wait=True) == [LEASE_AHEAD]
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_claim_from_the_future_is_waited_for_no_longer_than_it_lives(tmp_path: Path):
-    fill(tmp_path, 1)
+    assert remove_expired_leases(open_store(tmp_path), wait=True) == [LEASE]
     touch_ahead(tmp_path / "step_00000001" / f"_CLAIM-{'a' * 32}")
-    assert next(Manager(tmp_path, read_only=True).watch(timeout_s=LONG_S)) == 1
+    assert next(watching(tmp_path, timeout_s=LONG_S)) == 1
 
 
 def test_a_lease_is_renewed(root: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_claim, "RENEW_EVERY_S", 0.05)
     fill(root, 1)
     store = open_store(root)
-    watched = Manager(root, read_only=True).watch()
+    watched = watching(root, timeout_s=None)
     assert next(watched) == 1
     (name,) = filter(is_lease, store.list())
     before = store.look(name)
@@ -326,33 +249,25 @@ def test_a_lease_is_renewed(root: Any, monkeypatch: pytest.MonkeyPatch):
     assert leases(root) == []
 
 
-def test_a_step_that_is_read_is_not_deleted_by_hand(root: Any):
-    with Manager(root, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        watched = Manager(root, read_only=True).watch(timeout_s=0)
+def test_a_step_that_is_read_is_not_deleted_by_hand_but_replaced(root: Any):
+    with writing(root) as writer:
+        save(writer, 1)
+        reader = Manager(root, read_only=True)
+        watched = reader.watch(timeout_s=0)
         assert next(watched) == 1
         with pytest.raises(Busy, match=rf"step 1 of .* is being read by .*\.{os.getpid()}\."):
             writer.delete(1)
         assert writer.restore()["step"] == 1
+        writer.save(1, tree_of(100), force=True)
+        assert reader.restore(1)["step"] == 100
         assert list(watched) == []
         writer.delete(1)
         assert writer.steps() == []
 
 
-def test_a_step_may_be_saved_again_while_it_is_read(root: Any):
-    with Manager(root, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        reader = Manager(root, read_only=True)
-        watched = reader.watch(timeout_s=0)
-        assert next(watched) == 1
-        writer.save(1, tree_of(100), force=True)
-        assert reader.restore(1)["step"] == 100
-        assert list(watched) == []
-
-
 def test_without_permission_to_write_a_lease(tmp_path: Path):
     fill(tmp_path, 1, 2)
-    refused = ostraka.errors.StoreError("can't write: Read-only file system")
+    refused = StoreError("can't write: Read-only file system")
     store = FaultyStore(tmp_path, fail={"touch": refused})
     with pytest.warns(UserWarning, match="may be deleted while they are read, .*: can't") as warned:
         assert list(Manager(store, read_only=True).watch(timeout_s=0)) == [1, 2]
@@ -369,28 +284,7 @@ def test_closing_the_manager_ends_the_lease(tmp_path: Path):
         next(watched)
 
 
-RAISE = """
-import sys
-from ostraka import Manager
-
-def evaluate():
-    for step in Manager(sys.argv[1], read_only=True).watch():
-        raise SystemExit(0) if step == 2 else None or KeyError(step)
-
-try:
-    evaluate()
-except KeyError as error:
-    kept = error  # and with it the generator
-"""
-
-
-def test_the_end_of_a_program_ends_the_lease(tmp_path: Path):
-    fill(tmp_path, 1)
-    assert run_quietly(RAISE, tmp_path) == ""
-    assert leases(tmp_path) == []
-
-
-FORK = """
+PROGRAM = """
 import gc, os, sys, warnings
 from ostraka import Manager
 
@@ -409,29 +303,26 @@ print([name[-7:] for name in os.listdir(sys.argv[1]) if name.startswith("_LEASE"
 """
 
 
-def test_a_forked_child_does_not_end_the_lease(tmp_path: Path):
+def test_the_end_of_a_program_ends_the_lease_and_that_of_a_fork_does_not(tmp_path: Path):
     fill(tmp_path, 1)
-    assert run_quietly(FORK, tmp_path) == "['-step-1']\n"
+    assert run_quietly(PROGRAM, tmp_path) == "['-step-1']\n"
     assert leases(tmp_path) == []
 
 
 # A reader that is behind
 
 
-def test_what_waits_for_a_reader_is_kept(root: Any, caplog: pytest.LogCaptureFixture):
-    with Manager(root, keep=1, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        reader = Manager(root, read_only=True)
+def test_what_waits_for_a_reader_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with writing(tmp_path) as writer:
+        save(writer, 1)
+        reader = Manager(tmp_path, read_only=True)
         watched = reader.watch(timeout_s=0, backlog=3)
         assert next(watched) == 1
-        for step in range(2, 6):
-            writer.save(step, tree_of(step))
+        save(writer, 2, 3, 4, 5)
         assert "are deleted before" not in caplog.text
-        for step in (6, 7):
-            writer.save(step, tree_of(step))
         # 5 and 6 came when three were waiting for it already.
-        assert writer.steps() == [1, 2, 3, 4, 7]
-        assert leases(root) == ["step-1"]
+        assert save(writer, 6, 7) == [1, 2, 3, 4, 7]
+        assert leases(tmp_path) == ["step-1"]
         missed = [r.getMessage() for r in caplog.records if "are deleted before" in r.getMessage()]
         assert [text.partition("came to them: ")[2] for text in missed] == [
             "5; its backlog is 3",
@@ -441,26 +332,21 @@ def test_what_waits_for_a_reader_is_kept(root: Any, caplog: pytest.LogCaptureFix
         for step in (2, 3, 4):
             assert next(watched) == step
             assert reader.restore(step)["step"] == step
-        writer.save(8, tree_of(8))
-        assert writer.steps() == [4, 7, 8]
+        assert save(writer, 8) == [4, 7, 8]
         assert list(watched) == [7, 8]
         assert caplog.text.count("are deleted before") == 2
-        assert leases(root) == []
-        writer.save(9, tree_of(9))
-        assert writer.steps() == [9]
+        assert leases(tmp_path) == []
+        assert save(writer, 9) == [9]
 
 
 def test_a_run_says_once_which_reader_is_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    with Manager(tmp_path, keep=2, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        watched = Manager(tmp_path, read_only=True).watch()
+    with writing(tmp_path, keep=2) as writer:
+        save(writer, 1)
+        watched = watching(tmp_path)
         assert next(watched) == 1
-        for step in range(2, 6):
-            writer.save(step, tree_of(step))
-        assert writer.steps() == [1, 2, 3, 4, 5]
+        assert save(writer, 2, 3, 4, 5) == [1, 2, 3, 4, 5]
         assert caplog.text == ""  # Two are kept for it, and two by the run itself.
-        for step in range(6, 9):
-            writer.save(step, tree_of(step))
+        save(writer, 6, 7, 8)
         (record,) = caplog.records
         assert f".{os.getpid()}." in record.getMessage()
         assert "has fallen behind: 3 steps that would be deleted are kept" in record.getMessage()
@@ -469,49 +355,32 @@ def test_a_run_says_once_which_reader_is_behind(tmp_path: Path, caplog: pytest.L
 
 
 def test_two_readers_one_of_which_begins_in_the_middle(tmp_path: Path):
-    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        first = Manager(tmp_path, read_only=True).watch(timeout_s=0, backlog=2)
+    with writing(tmp_path) as writer:
+        save(writer, 1)
+        first = watching(tmp_path, backlog=2)
         assert next(first) == 1
-        writer.save(2, tree_of(2))
-        writer.save(3, tree_of(3))
-        second = Manager(tmp_path, read_only=True).watch(timeout_s=0, after=2, backlog=1)
+        save(writer, 2, 3)
+        second = watching(tmp_path, after=2, backlog=1)
         assert next(second) == 3
-        for step in (4, 5, 6):
-            writer.save(step, tree_of(step))
-        assert writer.steps() == [1, 2, 3, 4, 6]
+        assert save(writer, 4, 5, 6) == [1, 2, 3, 4, 6]
         first.close()
-        writer.save(7, tree_of(7))
-        assert writer.steps() == [3, 4, 7]
+        assert save(writer, 7) == [3, 4, 7]
         assert list(second) == [4, 7]
         assert leases(tmp_path) == []
 
 
-def test_nothing_waits_for_one_who_wants_only_the_newest(tmp_path: Path):
-    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        watched = Manager(tmp_path, read_only=True).watch(newest_only=True, timeout_s=0)
-        assert next(watched) == 1
-        for step in (2, 3, 4):
-            writer.save(step, tree_of(step))
-        assert writer.steps() == [1, 4]
-        assert leases(tmp_path) == ["step-1"]
-        assert list(watched) == [4]
-
-
 def test_a_step_that_waits_is_deleted_by_hand_and_missed_aloud(
-    root: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    with Manager(root, asynchronous=False) as writer:
-        for step in (1, 2, 3):
-            writer.save(step, tree_of(step))
-        watched = Manager(root, read_only=True).watch(timeout_s=0)
+    with writing(tmp_path, keep=None) as writer:
+        save(writer, 1, 2, 3)
+        watched = watching(tmp_path)
         assert next(watched) == 1
         writer.delete(3)
         assert "came to them: 3; its backlog is 64" in caplog.text
-        assert leases(root) == ["step-1"]
+        assert leases(tmp_path) == ["step-1"]
         assert list(watched) == [2]
-        assert leases(root) == []
+        assert leases(tmp_path) == []
 
 
 def test_a_reader_that_a_listing_has_missed_is_looked_for_again(tmp_path: Path):
@@ -527,8 +396,7 @@ def test_a_reader_that_a_listing_has_missed_is_looked_for_again(tmp_path: Path):
             return names
 
     fill(tmp_path, 1, 2, 3)
-    keep = check_keep(1, None, None, None, None)
-    retention = Retention(Root(Hiding(tmp_path)), keep)
+    retention = Retention(Root(Hiding(tmp_path)), KEEP_ONE)
     lease = ReaderLease(open_store(tmp_path), backlog=2)
     lease.wait_from(1)
     retention.run(just_saved=3)
@@ -598,8 +466,7 @@ def race(store: Store, deletes_before: int, reads: int) -> tuple[int | None, boo
             assert arrived.acquire(timeout=LONG_S)
             reached[1] = not got
 
-    keep = check_keep(1, None, None, None, None)
-    retention = Retention(Root(FaultyStore(store, before=before)), keep)
+    retention = Retention(Root(FaultyStore(store, before=before)), KEEP_ONE)
     retention.run(just_saved=2)
     if not reached[0]:
         return None, False, False
@@ -664,9 +531,9 @@ def test_the_claim_of_a_dead_one_is_waited_for_no_longer_than_it_lives(
 ):
     fill(tmp_path, 1)
     (tmp_path / "step_00000001" / f"_CLAIM-{'a' * 32}").touch()
-    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0)) == []
+    assert list(watching(tmp_path)) == []
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)
-    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0)) == [1]
+    assert list(watching(tmp_path)) == [1]
 
 
 # Other processes
@@ -707,22 +574,16 @@ class Run:
             text=True,
         )
 
-    def tell(self, step: int) -> None:
-        """The reader waits for the next after this step."""
+    def tell(self, seen: list[int]) -> None:
+        """The reader waits for the next after these steps."""
+        self.check()
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # It may have saved its last step, and ended.
-            os.write(self.process.stdin.fileno(), f"{step}\n".encode())
+            os.write(self.process.stdin.fileno(), f"{seen[-1] if seen else 0}\n".encode())
 
     def check(self) -> None:
         """One that has failed saves no more steps: a reader would wait for ever."""
         assert self.process.poll() in (None, 0)
-
-    def wait_for(self, metadata: Path) -> None:
-        def is_there() -> bool:
-            self.check()
-            return metadata.exists()
-
-        wait_until(is_there)
 
     def kill_after(self, step: int) -> None:
         """Once it has saved this step and deleted what it does not keep: with no claim."""
@@ -738,94 +599,64 @@ class Run:
         assert self.process.returncode == 0
 
 
-class SlowReader:
-    """Restores each step when only its lease still keeps it: two later ones are there."""
+class Reader:
+    """Restores each step, once a later one is there if so told."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, run: Callable[[], Run], **options: Any):
         self._root = root
-        self._told = self._done = 0
+        self._start = run
         self.run: Run | None = None
+        self.seen: list[int] = []
         self._manager = Manager(FaultyStore(root, before=self._tell), read_only=True)
-        self.watched = self._manager.watch()
+        self.watched = self._manager.watch(**options)
 
-    def read_up_to(self, last: int) -> list[int]:
-        assert self.run is not None
-        seen: list[int] = []
-        while not seen or seen[-1] < last:
+    def read_up_to(self, last: int, later: Callable[[int], int]) -> Run:
+        while not self.seen or self.seen[-1] < last:
             step = next(self.watched)
-            later = self._root / f"step_{min(step + 2, self.run.last):08d}" / "_METADATA"
-            self.run.wait_for(later)
+            assert self.run is not None
+            name = f"step_{min(later(step), self.run.last):08d}"
+            wait_until(lambda run=self.run, name=name: self._is_there(run, name))
             assert self._manager.restore(step)["step"] == step
-            self._done = step
-            seen.append(step)
-        return seen
+            self.seen.append(step)
+        assert self.run is not None
+        return self.run
+
+    def _is_there(self, run: Run, name: str) -> bool:
+        run.check()
+        return (self._root / name / "_METADATA").exists()
 
     def _tell(self, verb: str, name: str) -> None:
-        if (verb, name) != ("list", "") or self.run is None:
-            return
-        self.run.check()
-        if self._told < self._done:  # It has its lease before it looks at the root.
-            self._told = self._done
-            self.run.tell(self._done)
-
-
-def test_every_step_of_a_long_run_is_seen(tmp_path: Path):
-    """With keep=2; the run itself checks that no more than three steps are ever there."""
-    reader = SlowReader(tmp_path)
-    reader.run = Run(tmp_path, 1, 200)
-    assert reader.read_up_to(200) == list(range(1, 201))
-    reader.watched.close()
-    reader.run.end()
-    # The last save may have found that 198 was being read.
-    left = set(os.listdir(tmp_path)) - {"step_00000198"}
-    assert left == {"step_00000199", "step_00000200"}
+        if (verb, name) == ("list", ""):  # It has its lease before it looks at the root.
+            self.run = self.run or self._start()
+            self.run.tell(self.seen)
 
 
 @pytest.mark.parametrize(
-    ("steps", "ahead"), [(100, 50), pytest.param(500, 500, marks=pytest.mark.soak)]
+    ("steps", "ahead"), [(40, 20), pytest.param(500, 500, marks=pytest.mark.soak)]
 )
 def test_a_run_that_does_not_wait_is_seen_whole(tmp_path: Path, steps: int, ahead: int):
     """It saves as fast as it can, up to as many steps as the backlog has room for."""
-    manager = Manager(tmp_path, read_only=True)
-    run: Run | None = None
-    seen: list[int] = []
 
-    def tell(verb: str, name: str) -> None:
-        nonlocal run
-        if (verb, name) == ("list", "") and run is None:
-            run = Run(tmp_path, 1, steps, ahead=ahead)
-        elif (verb, name) == ("list", ""):
-            assert run is not None
-            run.check()
-            if seen:
-                run.tell(seen[-1])
+    def later(step: int) -> int:
+        return step + ahead - 1 if ahead < steps and step % ahead == 1 else step
 
-    watched = Manager(FaultyStore(tmp_path, before=tell), read_only=True).watch(backlog=ahead)
-    for step in watched:
-        if ahead < steps and step % ahead == 1:  # Else each is as fast as it can be.
-            assert run is not None
-            run.wait_for(tmp_path / f"step_{step + ahead - 1:08d}" / "_METADATA")
-        assert manager.restore(step)["step"] == step
-        seen.append(step)
-        if step == steps:
-            break
-    watched.close()
-    assert seen == list(range(1, steps + 1))
-    assert run is not None
+    reader = Reader(tmp_path, lambda: Run(tmp_path, 1, steps, ahead=ahead), backlog=ahead)
+    run = reader.read_up_to(steps, later)
+    reader.watched.close()
+    assert reader.seen == list(range(1, steps + 1))
     run.end()
-    with Manager(tmp_path, keep=2, asynchronous=False) as writer:
-        writer.save(steps + 1, tree_of(steps + 1))
+    fill(tmp_path, steps + 1, keep=2)
     assert sorted(os.listdir(tmp_path)) == [f"step_{steps:08d}", f"step_{steps + 1:08d}"]
 
 
 def test_a_run_that_is_killed_and_goes_on(tmp_path: Path):
-    reader = SlowReader(tmp_path)
-    reader.run = Run(tmp_path, 1, 100)
-    assert reader.read_up_to(5) == [1, 2, 3, 4, 5]
+    """Each step is restored when only its lease still keeps it: two later ones are there."""
+    reader = Reader(tmp_path, lambda: Run(tmp_path, 1, 100))
     # Having saved step 7, it waits until the reader asks for the next one.
-    reader.run.kill_after(7)
+    reader.read_up_to(5, lambda step: step + 2).kill_after(7)
     reader.run = Run(tmp_path, 8, 12, done=5)
-    assert reader.read_up_to(12) == [6, 7, 8, 9, 10, 11, 12]
+    reader.read_up_to(12, lambda step: step + 2)
+    assert reader.seen == list(range(1, 13))
     reader.watched.close()
     reader.run.end()
     left = set(os.listdir(tmp_path)) - {"step_00000010"}
@@ -842,27 +673,22 @@ for step in Manager(sys.argv[1], read_only=True).watch():
 """
 
 
-@pytest.mark.parametrize("root", ["directory", "without locks", "bucket"], indirect=True)
-def test_a_reader_that_is_killed(root: Any, monkeypatch: pytest.MonkeyPatch):
-    with Manager(root, keep=1, asynchronous=False) as writer:
-        writer.save(1, tree_of(1))
-        command = [sys.executable, "-c", READ_AND_HANG, open_store(root).location]
+def test_a_reader_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with writing(tmp_path) as writer:
+        save(writer, 1)
+        command = [sys.executable, "-c", READ_AND_HANG, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
             assert reader.stdout is not None
             assert reader.stdout.readline() == "1\n"
-            writer.save(2, tree_of(2))
+            save(writer, 2)
             reader.send_signal(signal.SIGKILL)
-        writer.save(3, tree_of(3))
-        assert writer.steps() == [1, 2, 3]  # It is not known yet that it died.
+        assert save(writer, 3) == [1, 2, 3]  # It is not known yet that it died.
         monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)
-        writer.save(4, tree_of(4))
-        assert writer.steps() == [4]
-    assert leases(root) == []
+        assert save(writer, 4) == [4]
+    assert leases(tmp_path) == []
 
 
 def evaluate_together(root: str) -> list[Any]:
-    import jax
-
     reader = Manager(root, read_only=True)
     seen: list[Any] = []
     for step in reader.watch(timeout_s=LONG_S, after=1):
