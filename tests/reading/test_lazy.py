@@ -9,25 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import ostraka
-from cli_runs import Holder, put, run
+from cli_runs import Holder, run
 from ostraka.errors import Busy, CheckpointNotFound, Damaged
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec
 from ostraka.reading.lazy import bounding_box
 from places import Place
 from replacing import replaced_once, saving_in_a_loop
-
-VALUES = np.arange(7 * 5 * 3, dtype=np.int32).reshape(7, 5, 3)
-
-
-@pytest.fixture(scope="module")
-def cube(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    path = tmp_path_factory.mktemp("lazy") / "cube"
-    ostraka.save(path, {"cube": VALUES, "cut": put(np.arange(64).reshape(8, 8), "fsdp", "tp")})
-    return path
 
 
 @pytest.fixture
@@ -41,25 +30,6 @@ def tree(place: Place) -> Place:
 
 
 # Indexes
-
-bounds = st.none() | st.integers(-9, 9)
-entries = st.slices(7) | st.builds(slice, bounds, bounds, st.sampled_from([None, 1, 2, -1, -3, 9]))
-
-
-@given(index=st.lists(entries | st.integers(-3, 2), max_size=3))
-def test_slices_of_any_step_are_those_of_numpy(cube: Place, index: list[Any]):
-    chosen = tuple(index)
-    found = ostraka.open(cube)["cube"][chosen]
-    assert np.array_equal(found, VALUES[chosen])
-    assert np.shape(found) == VALUES[chosen].shape
-
-
-@pytest.mark.parametrize(
-    "index", [np.s_[::-1, ::-2], np.s_[5:2:-1], np.s_[3:3], np.s_[6:1:-4, 1:7:3]]
-)
-def test_slices_across_shards(cube: Place, index: Any):
-    expected = np.arange(64).reshape(8, 8)[index]
-    assert np.array_equal(ostraka.open(cube)["cut"][index], expected)
 
 
 @pytest.mark.parametrize("step", [1, 3, -1, -5])
