@@ -75,11 +75,12 @@ def test_imports_are_light():
     code = f"""
 import ostraka
 {LOADED}
-import ostraka.exercises
 from ostraka.sharding import combine, data_parallel, fsdp, logical, tensor_parallel
 fsdp() | tensor_parallel() | logical({{'embed': 'data'}})
 combine({{'**': ()}}, data_parallel())
 assert not {{'jax', 'jaxlib', 'flax'}} & sys.modules.keys()
+import ostraka.exercises
+assert 'flax' not in sys.modules
 """
     loaded = run_python(code)
     assert "ostraka" in loaded
