@@ -871,7 +871,7 @@ MODULES = """
 def import_forms(ocp: Any, d: Path) -> None:
     """submodules are there under their names; args are the same classes under `type_handlers`"""
     for name in MODULES.split():
-        assert getattr(ocp, name) is importlib.import_module(f"{ocp.__name__}.{name}")
+        assert importlib.import_module(f"{ocp.__name__}.{name}") is getattr(ocp, name)
     assert ocp.checkpoint_manager.CheckpointManager is ocp.CheckpointManager
     assert ocp.v1.training.Checkpointer is not None
     assert importlib.import_module(f"{ocp.__name__}.experimental.v1").load is ocp.v1.load
