@@ -453,8 +453,12 @@ def nnx_state(ocp: Any, d: Path) -> None:
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     checkpointer = saved_standard(ocp, d / "a", nnx.state(model))
     like = nnx.state(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(1))))
-    found = checkpointer.restore(d / "a", like)
-    np.testing.assert_array_equal(found["kernel"][...], model.kernel[...])
+    sharding = NamedSharding(mesh(), PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like)
+    for template in (like, placed):
+        found = checkpointer.restore(d / "a", template)
+        np.testing.assert_array_equal(found["kernel"][...], model.kernel[...])
+    assert found["kernel"][...].sharding.is_equivalent_to(sharding, 2)
     plain = checkpointer.restore(d / "a")
     np.testing.assert_array_equal(plain["kernel"]["value"], model.kernel[...])
 
