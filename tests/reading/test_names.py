@@ -116,6 +116,9 @@ def test_a_function_that_stacks_and_one_that_writes():
         ("hf", "names='hf' needs the model_type of a config.json, and there is none"),
         (7, "names= takes 'hf', the name of a family, rules, the path of a JSON file"),
         ({}, "names= has no rules"),
+        ([], "not list"),
+        (["llama", {"a": "b"}], "and at its end one family or 'hf'"),
+        ([lambda name, shape: name, "llama"], "a function alone, not in a list"),
         ({"": "x"}, "names= has a rule for '', which is no name of a tensor"),
         (
             {"w": 3},

@@ -542,6 +542,7 @@ def test_factored_moments_are_cut_in_the_dimensions_that_they_have(both: bool, i
     def make() -> Wide:
         return Wide(kernel_init, bias_init)
 
+    optimizer: Any
     if both:
         optimizer = init(
             lambda: nnx.ModelAndOptimizer(make(), transform, wrt=nnx.Param), mesh, rules
