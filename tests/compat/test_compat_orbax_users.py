@@ -209,9 +209,11 @@ def test_a_guide_of_flax(ocp: Any, tmp_path: Path):
     assert manager.all_steps() == [3, 4]
     raw = manager.restore(manager.latest_step())
     assert set(raw["model"]) == {"step", "params", "opt_state"}
+    assert isinstance(raw["model"]["opt_state"], list)
     empty = state.replace(params=jax.tree.map(jnp.zeros_like, state.params))
     target = {"model": empty, "config": {"dimensions": np.array([0, 0])}, "data": [jnp.zeros(3)]}
-    restored = manager.restore(4, items=target)
+    restore_args = orbax_utils.restore_args_from_target(target)
+    restored = manager.restore(4, items=target, restore_kwargs={"restore_args": restore_args})
     assert isinstance(restored["model"], train_state.TrainState)
     equal(restored["model"].params, state.params)
     manager.close()

@@ -488,18 +488,6 @@ def test_placing_and_init_in_several_processes():
 # Sharded initialization
 
 
-def test_init_by_rules():
-    mesh = mesh_of()
-    rules = fsdp("data", min_size=64) | tp("model")
-    model, optimizer = init(lambda: Model(nnx.Rngs(0)), mesh, rules, optax.adam(1e-3))
-    kernel = model.blocks[0].down.kernel[...]
-    assert kernel.sharding == NamedSharding(mesh, P("model", "data"))
-    moment = optimizer.opt_state[0].mu["blocks"][0]["down"]["kernel"][...]
-    assert moment.sharding == NamedSharding(mesh, P("model", "data"))
-    for alone, sharded in zip(values(Model(nnx.Rngs(0))), values(model), strict=True):
-        np.testing.assert_allclose(alone, sharded, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_init_by_annotations(explicit: bool):
     mesh = mesh_of(explicit=explicit)

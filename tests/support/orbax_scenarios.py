@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,16 +244,6 @@ def restore_other_shape(ocp: Any, d: Path) -> None:
         assert (found.shape, found.dtype) == ((4,), jnp.float32)
 
 
-@scenario("flax.training.orbax_utils", "not needed")
-def flax_save_args(ocp: Any, d: Path) -> None:
-    """Flax's `save_args_from_target` and its like, which make Orbax's own objects"""
-    from flax.training import orbax_utils
-
-    checkpointer = saved(ocp, d / "a", tree(), save_args=orbax_utils.save_args_from_target(tree()))
-    args = orbax_utils.restore_args_from_target(tree())
-    same(checkpointer.restore(d / "a", item=tree(), restore_args=args), tree())
-
-
 @scenario("checkpoint_utils.construct_restore_args", "like=, numpy arrays in like=")
 def construct_restore_args(ocp: Any, d: Path) -> None:
     """of arrays, of metadata, of shapes without shardings; what they restore is of that type"""
@@ -413,40 +402,6 @@ def checkpointer_metadata(ocp: Any, d: Path) -> None:
     assert missing.custom_metadata == {}
 
 
-@scenario("PyTreeCheckpointHandler options", "none")
-def handler_options(ocp: Any, d: Path) -> None:
-    """options about Orbax's files are taken; an unknown one raises TypeError"""
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=True, use_zarr3=True, save_concurrent_gb=8, restore_concurrent_gb=8
-    )
-    checkpointer = ocp.Checkpointer(handler)
-    args = ocp.args.PyTreeSave(tree(), ocdbt_target_data_file_size=2 << 20)
-    checkpointer.save(d / "a", args=args)
-    same(checkpointer.restore(d / "a"), tree())
-    with pytest.raises(TypeError):
-        ocp.PyTreeCheckpointHandler(nonsense=1)
-
-
-@flax.struct.dataclass
-class Train:
-    params: Any
-    step: int
-    apply: Any = flax.struct.field(pytree_node=False)
-
-
-@scenario("flax.struct dataclasses, optax states", "ostraka.restore(path, like=state)")
-def train_state(ocp: Any, d: Path) -> None:
-    """a train state with static fields and an optax state, into a template of it"""
-    params = {"w": jnp.ones((2, 2))}
-    tx = optax.adam(0.1)
-    state = {"train": Train(params, 3, print), "opt": tx.init(params)}
-    checkpointer = saved(ocp, d / "a", state)
-    same(checkpointer.restore(d / "a", item=state), state)
-    found = checkpointer.restore(d / "a")
-    assert set(found["train"]) == {"params", "step"}
-    assert isinstance(found["opt"], list)
-
-
 @scenario("NNX state", "ostraka.save(path, model); ostraka.restore(path, into=model)")
 def nnx_state(ocp: Any, d: Path) -> None:
     """`nnx.state` into an abstract one; without a template it gains a level, `value`"""
@@ -584,8 +539,9 @@ def other_options(ocp: Any, d: Path) -> None:
     }
     with manager_of(ocp, d / "m", **options) as manager:
         assert save_steps(ocp, manager, [1]) == [True]
-    with pytest.raises(TypeError):
-        ocp.CheckpointManagerOptions(nonsense=1)
+    for kind in (ocp.CheckpointManagerOptions, ocp.PyTreeCheckpointHandler):
+        with pytest.raises(TypeError):
+            kind(nonsense=1)
     with pytest.raises(ValueError):
         ocp.CheckpointManagerOptions(best_mode="best", best_fn=len)
     with pytest.raises(ValueError):
@@ -687,24 +643,6 @@ def delete_and_reload(ocp: Any, d: Path) -> None:
         manager.delete(1)
         assert manager.all_steps() == [2]
         assert other.all_steps(read=True) == [2]
-
-
-@scenario("subclasses of CheckpointManager", "wrap ostraka.Manager")
-def manager_subclass(ocp: Any, d: Path) -> None:
-    """`save` and `restore` are overridden, and call super"""
-
-    class Mine(ocp.CheckpointManager):
-        def save(self, step: int, state: Any) -> bool:
-            return super().save(step, args=ocp.args.StandardSave(state))
-
-        def restore(self, step: int) -> Any:
-            return super().restore(step, args=ocp.args.StandardRestore())
-
-    with Mine(d / "m", options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
-        assert manager.save(1, tree())
-        assert manager.save(2, tree())
-        same(manager.restore(2), tree())
-        assert manager.all_steps() == [2]
 
 
 @scenario(

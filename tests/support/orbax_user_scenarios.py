@@ -143,33 +143,3 @@ def v1_safetensors(ocp: Any, d: Path) -> None:
         with pytest.raises(NotImplementedError, match="[Ss]aving"):
             v1.save(d / "new", {"a": np.ones(2)})
     assert not (d / "new").exists()
-
-
-@scenario("_src, experimental.emergency", "import ostraka")
-def private_modules(ocp: Any, d: Path) -> None:
-    """private modules that MaxText, Tunix and Gemma import are there"""
-
-    def module(name: str) -> Any:
-        return importlib.import_module(f"{ocp.__name__}.{name}")
-
-    policies = module("_src.checkpoint_managers.save_decision_policy")
-    options = ocp.CheckpointManagerOptions(
-        save_decision_policy=policies.FixedIntervalPolicy(2),
-        preservation_policy=module("_src.checkpoint_managers.preservation_policy").LatestN(1),
-    )
-    with ocp.CheckpointManager(d / "m", options=options) as manager:
-        for step in range(5):
-            manager.save(step, args=ocp.args.StandardSave(tree()))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [4]
-        assert ocp.args.Composite(a=1)._items == {"a": 1}
-        for name in ("checkpoint_manager", "replicator_checkpoint_manager"):
-            emergency = module(f"experimental.emergency.{name}")
-            kind = "ReplicatorCheckpointManager" if "repl" in name else "CheckpointManager"
-            assert not isinstance(manager, getattr(emergency, kind))
-    assert module("_src.path.step").build_step_path(d, ocp.path.step.standard_name_format(), 7)
-    assert module("_src.multihost.multihost").process_index() == 0
-    handlers = module("_src.serialization.jax_array_handlers")
-    assert handlers.ArrayHandler is ocp.type_handlers.ArrayHandler
-    assert module("_src.metadata.value").ArrayMetadata
-    assert module("_src.handlers.json_checkpoint_handler").JsonCheckpointHandler
