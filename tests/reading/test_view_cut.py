@@ -239,42 +239,42 @@ def fused_model() -> Arrays:
 SIZES = {"q": 8, "k": 4, "v": 4}
 
 
-@pytest.mark.parametrize("to", ["ostraka", "orbax"])
-def test_converted_both_ways(tmp_path: Path, to: Any):
+def cut_of(above: str) -> dict[str, Any]:
+    into = {f"{above}/{name}": size for name, size in SIZES.items()}
+    return {"transpose": True, "cut": {"axis": 1, "into": into}}
+
+
+def read_name(name: str, shape: tuple[int, ...]) -> Any:
+    return "norm" if name == "norm" else cut_of(f"layers/{name.split('.')[1]}")
+
+
+def write_name(path: str, shape: tuple[int, ...]) -> Any:
+    if path == "norm":
+        return "norm"
+    above = path.rpartition("/")[0]
+    return {"tensor": f"l.{above.rpartition('/')[2]}.qkv", **cut_of(above)}
+
+
+@pytest.mark.parametrize(
+    ("to", "read", "write"),
+    [
+        ("ostraka", QKV_RULES, QKV_RULES),
+        ("orbax", QKV_RULES, QKV_RULES),
+        ("ostraka", read_name, write_name),
+    ],
+    ids=["ostraka", "orbax", "functions"],
+)
+def test_converted_both_ways(tmp_path: Path, to: Any, read: Any, write: Any):
     tensors = fused_model()
     save_file(tensors, tmp_path / "model.safetensors")
-    ostraka.convert(tmp_path / "model.safetensors", tmp_path / "tree", to=to, names=QKV_RULES)
+    ostraka.convert(tmp_path / "model.safetensors", tmp_path / "tree", to=to, names=read)
     opened = ostraka.open(tmp_path / "tree")
     assert {path: opened[path].shape for path in opened} == {
         "norm": (8,),
         **{f"layers/{n}/{name}": (8, size) for n in (0, 1) for name, size in SIZES.items()},
     }
-    ostraka.convert(tmp_path / "tree", tmp_path / "back", to="hf", names=QKV_RULES)
-    back = ostraka.open(tmp_path / "back")
-    for name, tensor in tensors.items():
-        assert np.asarray(back[name]).tobytes() == tensor.tobytes()
-
-
-def test_functions_convert_both_ways(tmp_path: Path):
-    def cut(above: str) -> dict[str, Any]:
-        into = {f"{above}/{name}": size for name, size in SIZES.items()}
-        return {"transpose": True, "cut": {"axis": 1, "into": into}}
-
-    def read(name: str, shape: tuple[int, ...]) -> Any:
-        return "norm" if name == "norm" else cut(f"layers/{name.split('.')[1]}")
-
-    def write(path: str, shape: tuple[int, ...]) -> Any:
-        if path == "norm":
-            return "norm"
-        above = path.rpartition("/")[0]
-        return {"tensor": f"l.{above.rpartition('/')[2]}.qkv", **cut(above)}
-
-    tensors = fused_model()
-    save_file(tensors, tmp_path / "model.safetensors")
-    ostraka.convert(tmp_path / "model.safetensors", tmp_path / "tree", to="ostraka", names=read)
-    kernel = np.asarray(ostraka.open(tmp_path / "tree")["layers/1/v"])
-    assert np.array_equal(kernel, tensors["l.1.qkv"].T[:, 12:])
-    ostraka.convert(tmp_path / "tree", tmp_path / "back", to="safetensors", names=write)
+    assert np.array_equal(np.asarray(opened["layers/1/v"]), tensors["l.1.qkv"].T[:, 12:])
+    ostraka.convert(tmp_path / "tree", tmp_path / "back", to="hf", names=write)
     back = ostraka.open(tmp_path / "back")
     assert sorted(back) == sorted(tensors)
     for name, tensor in tensors.items():
