@@ -80,9 +80,6 @@ _LONG_IN_BUCKETS = {
     "test_kill",
     "test_lazy",
     "test_leftovers",
-    "test_manager",
-    "test_manager_faults",
-    "test_manager_keep",
     "test_manager_processes",
     "test_processes",
 }

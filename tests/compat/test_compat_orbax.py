@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import pickle
 import subprocess
 import sys
@@ -27,19 +26,12 @@ from orbax_scenarios import SCENARIOS, Scenario, as_table
 from ostraka.compat.orbax._engine import OpenCheckpoint
 from ostraka.compat.orbax._pytree import read_as_saved, read_standard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quiet")]
 
 LIBRARIES = [orbax.checkpoint, ostraka.compat.orbax]
 DOC = Path(__file__).parents[2] / "docs" / "migrating.md"
 DATA = Path(__file__).parents[1] / "data"
 KEY = jax.random.key(3)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
@@ -83,15 +75,10 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path):
     checkpointer.save(tmp_path / "a", jax.tree.map(lambda x: x + 1, new), force=True)
     found = read_standard(item, new)
     np.testing.assert_array_equal(found["x"]["w"], np.full((4, 2), 2.0))
-
-
-def test_a_checkpoint_that_is_replaced_by_other_shapes_while_it_is_read(tmp_path: Path):
-    checkpointer = ostraka.compat.orbax.PyTreeCheckpointer()
-    checkpointer.save(tmp_path / "a", {"w": jnp.zeros((4, 2))})
     item = OpenCheckpoint(tmp_path / "a").item(None)
-    assert len(item.tree.leaves) == 1
-    checkpointer.save(tmp_path / "a", {"w": jnp.ones((8, 2))}, force=True)
-    with pytest.raises(ValueError, match="leaf 'w'.*a save has replaced the checkpoint"):
+    assert len(item.tree.leaves) == 2
+    checkpointer.save(tmp_path / "a", {"x": {**new["x"], "w": jnp.ones((8, 2))}}, force=True)
+    with pytest.raises(ValueError, match="leaf 'x/w'.*a save has replaced the checkpoint"):
         read_as_saved(item)
 
 
@@ -130,24 +117,27 @@ class _One(int):
         return True
 
 
+OTHER_SHAPE = "leaf 'k'.*not compatible with the stored shape"
+NO_KEY = "leaf 'k': a PRNG key is asked for, and none was"
+
+
 @pytest.mark.parametrize(
-    "like", [jnp.zeros((5, 7)), jax.ShapeDtypeStruct((3,), jnp.uint32), jax.random.split(KEY, 2)]
+    ("saved", "like", "message"),
+    [
+        (KEY, jnp.zeros((5, 7)), OTHER_SHAPE),
+        (KEY, jax.ShapeDtypeStruct((3,), jnp.uint32), OTHER_SHAPE),
+        (KEY, jax.random.split(KEY, 2), OTHER_SHAPE),
+        (np.zeros(()), KEY, NO_KEY),
+        (3, KEY, NO_KEY),
+        (2.5, KEY, NO_KEY),
+    ],
 )
-def test_a_template_of_another_shape_for_a_key(like: Any, tmp_path: Path):
-    with ostraka.compat.orbax.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "a", {"k": KEY})
-        checkpointer.wait_until_finished()
-        with pytest.raises(ValueError, match="leaf 'k'.*not compatible with the stored shape"):
-            checkpointer.restore(tmp_path / "a", {"k": like})
-
-
-@pytest.mark.parametrize("saved", [np.zeros(()), 3, 2.5])
-def test_a_key_is_asked_for_and_none_was_saved(saved: Any, tmp_path: Path):
+def test_templates_that_do_not_fit_keys(saved: Any, like: Any, message: str, tmp_path: Path):
     with ostraka.compat.orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "a", {"k": saved})
         checkpointer.wait_until_finished()
-        with pytest.raises(ValueError, match="leaf 'k': a PRNG key is asked for, and none was"):
-            checkpointer.restore(tmp_path / "a", {"k": KEY})
+        with pytest.raises(ValueError, match=message):
+            checkpointer.restore(tmp_path / "a", {"k": like})
 
 
 def test_integers_that_jax_would_cut_off_are_refused(tmp_path: Path):
@@ -158,26 +148,6 @@ def test_integers_that_jax_would_cut_off_are_refused(tmp_path: Path):
         args = {"n": ostraka.compat.orbax.ArrayRestoreArgs(dtype=dtype)}
         with pytest.raises(ValueError, match="leaf 'n' holds integers that int32 can't hold"):
             checkpointer.restore(tmp_path / "a", restore_args=args)
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("checkpoint_manager", "CheckpointManager"),
-        ("checkpoint_manager", "LocalCheckpointOptions"),
-        ("replicator_checkpoint_manager", "ReplicatorCheckpointManager"),
-        ("multi_tier_checkpointing.initialization", "initialize_multi_tier_checkpointing"),
-    ],
-)
-def test_emergency_checkpoints_are_refused_by_name(module: str, name: str):
-    start = "ostraka.compat.orbax.experimental.emergency"
-    with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
-        getattr(importlib.import_module(f"{start}.{module}"), name)("somewhere")
-
-
-def test_options_of_a_context_that_are_not_there():
-    with pytest.raises(AttributeError, match="'no_such': if it is one of Orbax's"):
-        _ = ostraka.compat.orbax.v1.Context().no_such
 
 
 def lookup(root: str, name: str) -> Any:
@@ -224,6 +194,7 @@ def test_module_paths(module: str, names: list[str]):
         "from ostraka.compat.orbax._src.futures.future import NoopFuture as found",
         "import ostraka.compat.orbax.checkpoint_args as found",
         "from ostraka.compat.orbax.path.step import NameFormat as found",
+        "from ostraka.compat.orbax.checkpoint_managers import preservation_policy as found",
     ],
 )
 def test_a_path_is_the_first_import_of_a_program(statement: str):
@@ -237,6 +208,10 @@ def test_objects_from_other_paths_are_pickled():
     assert pickle.loads(pickle.dumps(made)) == made
 
 
+EMERGENCY = "experimental.emergency"
+MULTI_TIER = f"{EMERGENCY}.multi_tier_checkpointing"
+
+
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
@@ -246,17 +221,43 @@ def test_objects_from_other_paths_are_pickled():
         ("msgpack_utils.msgpack_serialize", "use flax.serialization"),
         ("type_handlers.get_json_tspec_read", "ostraka.open reads them"),
         ("utils.pytree_structure", r"ostraka\.open\(path\)"),
+        (f"{EMERGENCY}.checkpoint_manager.CheckpointManager", ""),
+        (f"{EMERGENCY}.checkpoint_manager.LocalCheckpointOptions", ""),
+        (f"{EMERGENCY}.replicator_checkpoint_manager.ReplicatorCheckpointManager", ""),
+        (f"{MULTI_TIER}.initialization.initialize_multi_tier_checkpointing", ""),
     ],
 )
 def test_names_that_are_there_and_refuse_to_be_used(name: str, instead: str):
     found = lookup("ostraka.compat.orbax", name)
-    with pytest.raises(NotImplementedError, match=f"{name} is not supported.*{instead}"):
+    shown = name.rpartition(".")[2] if EMERGENCY in name else name
+    with pytest.raises(NotImplementedError, match=f"{shown} is not supported.*{instead}"):
         found("something")
 
 
-def test_private_modules_that_are_not_there():
+@pytest.mark.parametrize(
+    "module", ["", ".args", ".handlers", ".utils", ".path.step", ".v1", ".v1.training", ".tree"]
+)
+def test_names_that_are_not_there(module: str):
+    found = importlib.import_module(f"ostraka.compat.orbax{module}")
+    with pytest.raises(AttributeError, match="no 'NoSuchThing'.*docs/migrating.md"):
+        _ = found.NoSuchThing
     with pytest.raises(AttributeError, match=r"orbax.checkpoint._src.sharding_utils"):
         _ = importlib.import_module("ostraka.compat.orbax._src").sharding_utils
+    with pytest.raises(AttributeError, match="'no_such': if it is one of Orbax's"):
+        _ = ostraka.compat.orbax.v1.Context().no_such
+
+
+def test_options_that_are_not_supported(tmp_path: Path):
+    ocp: Any = ostraka.compat.orbax
+    with pytest.raises(NotImplementedError, match="todelete_full_path"):
+        ocp.CheckpointManagerOptions(todelete_full_path="gone")
+    ocp.PyTreeCheckpointer().save(tmp_path / "a", {"a": 1})
+    with pytest.raises(NotImplementedError, match="legacy_transform_fn"):
+        ocp.PyTreeCheckpointer().restore(tmp_path / "a", legacy_transform_fn=print)
+    context = ocp.v1.Context()
+    context.deletion.gcs_deletion_options.todelete_full_path = "trash"
+    with pytest.raises(NotImplementedError, match=r"todelete_full_path=\) is not supported"):
+        ocp.v1.training.Checkpointer(tmp_path / "m", context=context)
 
 
 @pytest.mark.parametrize(
@@ -272,10 +273,3 @@ def test_trees_without_values_are_saved_as_orbax_saves_them(item: Any, tmp_path:
             manager.wait_until_finished()
             found.append((library.PyTreeCheckpointer().restore(place / "sync"), manager.restore(0)))
     assert found[0] == found[1]
-
-
-def test_a_directory_for_what_is_deleted_is_refused_in_v1(tmp_path: Path):
-    context = ostraka.compat.orbax.v1.Context()
-    context.deletion.gcs_deletion_options.todelete_full_path = "trash"
-    with pytest.raises(NotImplementedError, match=r"todelete_full_path=\) is not supported"):
-        ostraka.compat.orbax.v1.training.Checkpointer(tmp_path / "m", context=context)

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def names_in(root: Path) -> list[str]:
         ({"every_s": 10}, range(30), [3, 7, 11, 15, 19, 23, 27]),
         ({"every_s": 10, "every": 5}, range(11), [0, 4, 5, 9, 10]),
     ],
-    ids=str,
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else str(given),
 )
 def test_which_steps_are_due(
     options: dict[str, Any], steps: Any, due: list[int], monkeypatch: pytest.MonkeyPatch
@@ -406,28 +408,6 @@ def test_reading_only_never_writes(tmp_path: Path):
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_second_writer_may_wait(tmp_path: Path):
-    """The first one ends its work when the second says that it waits, and not before."""
-
-    class End(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-            first.close()
-
-    said: list[str] = []
-    first = Manager(tmp_path)
-    with pytest.raises(Busy, match="another Manager is writing to .* only one may at a time"):
-        Manager(tmp_path)
-    end = End(logging.WARNING)
-    logging.getLogger("ostraka").addHandler(end)
-    try:
-        with Manager(tmp_path, if_busy="wait") as second:
-            assert second.save(1, tree_of(1))
-    finally:
-        logging.getLogger("ostraka").removeHandler(end)
-    assert said == [f"waiting for another Manager to end its work in {tmp_path}"]
-
-
 HOLD = """
 import os, sys, time
 if sys.argv[2] == "fork of a slow child":
@@ -447,28 +427,64 @@ else:
 """
 
 
-@pytest.mark.parametrize("kind", ["alone", "fork", "fork of a slow child"])
-def test_the_lock_of_a_dead_process_does_not_block(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+@contextmanager
+def held(root: Path, kind: str) -> Generator[subprocess.Popen[bytes]]:
+    """A process that holds the lock of a run directory until its stdin is closed."""
+    program = [sys.executable, "-c", HOLD, str(root), kind]
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path), kind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     ) as holder:
         try:
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"held\n"
-            with pytest.raises(Busy, match="another Manager is writing"):
-                Manager(tmp_path)
-            holder.kill()
-            holder.wait()
-            if kind == "fork of a slow child":  # not slower than anyone's patience
-                monkeypatch.setattr("ostraka.manager.leases._RETRY_S", 60)
-            Manager(tmp_path).close()
+            yield holder
         finally:
-            os.killpg(holder.pid, signal.SIGKILL) if kind != "alone" else holder.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_a_second_writer_waits(tmp_path: Path):
+    """The first one ends when the second says that it waits, and not before."""
+
+    class End(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            assert first.stdin is not None
+            first.stdin.close()
+
+    said: list[str] = []
+    with held(tmp_path, "alone") as first:
+        end = End(logging.WARNING)
+        logging.getLogger("ostraka").addHandler(end)
+        try:
+            with Manager(tmp_path) as second:
+                assert second.save(1, tree_of(1))
+        finally:
+            logging.getLogger("ostraka").removeHandler(end)
+    assert said == [f"waiting for another Manager to end its work in {tmp_path}"]
+
+
+@pytest.mark.parametrize("if_busy", ["wait", "raise"])
+def test_a_second_writer_in_one_process_would_wait_for_itself(tmp_path: Path, if_busy: Any):
+    with Manager(tmp_path):
+        with pytest.raises(Busy, match="another Manager is writing to .* it is in this process: "):
+            Manager(tmp_path, if_busy=if_busy)
+        assert Manager(tmp_path, read_only=True).steps() == []
+    Manager(tmp_path, if_busy=if_busy).close()
+
+
+@pytest.mark.parametrize("kind", ["alone", "fork", "fork of a slow child"])
+def test_the_lock_of_a_dead_process_does_not_block(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    with held(tmp_path, kind) as holder:
+        with pytest.raises(Busy, match="another Manager is writing .* if_busy='wait' or read_only"):
+            Manager(tmp_path, if_busy="raise")
+        holder.kill()
+        holder.wait()
+        if kind == "fork of a slow child":  # not slower than anyone's patience
+            monkeypatch.setattr("ostraka.manager.leases._RETRY_S", 60)
+        Manager(tmp_path, if_busy="raise").close()
 
 
 def test_a_closed_manager(tmp_path: Path):

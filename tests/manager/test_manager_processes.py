@@ -64,7 +64,7 @@ def decide_alike(root: str) -> dict[str, Any]:
     ) as manager:
         said["nothing"] = manager.latest()
         said["when"] = [s for s in range(5) if manager.save(s, tree_of(s), metrics={"loss": s})]
-        said["busy"] = error_of(lambda: Manager(root))
+        said["busy"] = error_of(lambda: Manager(root, if_busy="raise"))
         said["wrong"] = error_of(lambda: manager.pin(77))
         manager.save(4, tree_of(4), metrics={"loss": 1}, force=True)
         manager.save(5, tree_of(5), metrics={"loss": 2}, force=True)

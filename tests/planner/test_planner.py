@@ -1,7 +1,5 @@
 """A plan is what then happens: names, sizes and loads of a save; bytes and ranges of a restore."""
 
-import re
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,14 +16,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from nnx_models import Block, Sharded
+from counting import CountingStore
+from nnx_models import Sharded
 from ostraka import sharding
-from ostraka.errors import InvalidSharding, Mismatch
 from ostraka.layout import metadata as _metadata
 from ostraka.planner import Plan, plan
 from ostraka.planner.sources import plan_checkpoint
 from ostraka.reading import locate as _checkpoint
-from ostraka.storage import MOST_BYTES, LocalStore
 from ostraka.testing import run_processes
 
 ZEROS = nnx.initializers.zeros_init()
@@ -59,18 +56,7 @@ class Cnn(nnx.Module):
         self.out = nnx.Linear(16, 8, kernel_init=ZEROS, rngs=rngs)
 
 
-class Mlp(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.up_proj = nnx.Linear(64, 256, kernel_init=ZEROS, rngs=rngs)
-        self.down_proj = nnx.Linear(256, 64, kernel_init=ZEROS, rngs=rngs)
-
-
-MODELS: dict[str, Callable[..., Any]] = {
-    "transformer": Transformer,
-    "mlp": Mlp,
-    "cnn": Cnn,
-    "block": Block,
-}
+MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer, "cnn": Cnn}
 RULES: dict[str, Callable[[], Any]] = {
     "dp": sharding.data_parallel,
     "fsdp": lambda: sharding.fsdp("data", min_size=16),
@@ -85,13 +71,9 @@ STATES = [
     ("transformer", "adam", "fsdp+tp", {"data": 4, "model": 2}),
     ("transformer", "adafactor", "tp", {"data": 2, "model": 4}),
     ("transformer", None, "dp", {"data": 8}),
-    ("mlp", "adam", "dp", {"data": 8}),
-    ("mlp", "adafactor", "fsdp", {"data": 8}),
-    ("mlp", "lion", "tp", {"data": 2, "model": 4}),
-    ("cnn", "adam", "dp", {"data": 8}),
+    ("cnn", "lion", "dp", {"data": 8}),
     ("cnn", "adam", "fsdp", {"data": 4}),
     ("cnn", "adafactor", "fsdp", {"data": 8}),
-    ("block", "adam", "fsdp", {"data": 8}),
 ]
 NAMES = ["-".join([model, str(tx), rules]) for model, tx, rules, _ in STATES]
 
@@ -175,7 +157,7 @@ def test_a_save_writes_what_was_planned(tmp_path: Path, number: int):
     assert planned.files == written(tmp_path / "c")
 
 
-SAVED_BY_FOUR = [NAMES[number] for number in (1, 3, 5, 6, 7)]
+SAVED_BY_FOUR = [NAMES[number] for number in (1, 2, 3, 4, 6)]
 
 
 def save_states(path: str) -> dict[str, int]:
@@ -197,7 +179,7 @@ def test_four_processes_write_what_was_planned(tmp_path: Path):
 
 
 def test_options_of_a_save(tmp_path: Path):
-    state = live(5)
+    state = live(2)
     options: dict[str, Any] = {
         "dtype": {"model/**": "bfloat16"},
         "metadata": {"run": "first"},
@@ -280,51 +262,8 @@ def test_a_checkpoint_is_its_own_plan(tmp_path: Path):
 # Restoring
 
 
-class CountingStore:
-    """A store that counts what is read of shard files, and of all others."""
-
-    def __init__(self, store: LocalStore):
-        self._store = store
-        self.shard_bytes = self.other_bytes = self.reads = self.opened = 0
-        self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
-        data = self._store.get(name, most_bytes)
-        with self._lock:
-            self.other_bytes += len(data)
-        return data
-
-    def open(self, name: str, first_bytes: int = 0) -> Any:
-        with self._lock:
-            self.opened += 1
-        return CountingReader(self, self._store.open(name, first_bytes))
-
-    def count(self, size: int) -> None:
-        with self._lock:
-            self.shard_bytes += size
-            self.reads += 1
-
-
-class CountingReader:
-    def __init__(self, store: CountingStore, reader: Any):
-        self._store = store
-        self._reader = reader
-        self.size = reader.size
-
-    def read_into(self, offset: int, buffers: Any) -> int:
-        count = self._reader.read_into(offset, buffers)
-        self._store.count(count)
-        return count
-
-    def close(self) -> None:
-        self._reader.close()
-
-
 def read_by_restore(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> CountingStore:
-    store = CountingStore(LocalStore(str(path)))
+    store = CountingStore(path)
     with monkeypatch.context() as patched:
         patched.setattr(_checkpoint, "locate", lambda _: store)
         ostraka.restore(path, **options)
@@ -332,9 +271,16 @@ def read_by_restore(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any)
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 8}, {"data": 4, "model": 2}, {"data": 2}, {"model": 4, "data": 1}], ids=str
+    ("number", "sizes"),
+    [
+        (0, {"data": 8}),
+        (0, {"data": 4, "model": 2}),
+        (1, {"data": 2}),
+        (1, {"model": 4, "data": 1}),
+        (5, {"data": 8}),
+        (5, {"data": 2}),
+    ],
 )
-@pytest.mark.parametrize("number", [0, 1, 8], ids=lambda number: NAMES[number])
 def test_a_restore_reads_what_was_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, sizes: dict[str, int]
 ):
@@ -344,9 +290,9 @@ def test_a_restore_reads_what_was_planned(
     assert plan_abstract(*STATES[number]).restore(mesh=full).read_bytes == expected.read_bytes
     store = read_by_restore(tmp_path / "c", monkeypatch, mesh=mesh_of(full))
     (account,) = expected.processes
-    assert store.shard_bytes == account.read_bytes
-    assert (store.reads, store.opened) == (account.ranges, account.files)
-    assert store.other_bytes == expected.opening_bytes[0]
+    assert store.bytes_read == account.read_bytes
+    assert (store.reads, len(store.opened)) == (account.ranges, account.files)
+    assert sum(store.gotten.values()) == expected.opening_bytes[0]
     assert expected.over_read >= 0
 
 
@@ -365,25 +311,31 @@ def test_a_restore_of_large_leaves_with_other_specs(
         )
         store = read_by_restore(tmp_path / "c", monkeypatch, mesh=mesh, specs={"w": spec})
         (account,) = expected.processes
-        assert store.shard_bytes == account.read_bytes
+        assert store.bytes_read == account.read_bytes
         assert account.needed_bytes == 4096 * 2048 * 4 + 80_000
 
 
 def test_a_restore_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    state = live(5)
+    state = live(2)
     ostraka.save(tmp_path / "c", state)
     expected = plan(state).restore(only="model/**")
     store = read_by_restore(tmp_path / "c", monkeypatch, only="model/**")
-    assert store.shard_bytes == expected.processes[0].read_bytes
-    with pytest.raises(Mismatch, match="only='x' matches no array of the checkpoint"):
-        plan(state).restore(only="x")
+    assert store.bytes_read == expected.processes[0].read_bytes
+
+
+def test_findings_of_the_check_are_part_of_the_plan():
+    tree = {"kernel": jax.ShapeDtypeStruct((64 << 20, 2), jnp.float32)}
+    (finding,) = plan(tree, mesh={"data": 8}, specs=P()).findings
+    assert finding.severity == "warning"
+    assert "is whole on each of 8 devices" in str(finding)
+    assert plan(tree, mesh={"data": 8}, specs=P("data")).findings == ()
 
 
 def restore_counted(path: str, sizes: dict[str, int]) -> tuple[int, int]:
-    store = CountingStore(LocalStore(path))
+    store = CountingStore(path)
     _checkpoint.locate = lambda _: store  # pyright: ignore[reportAttributeAccessIssue]
     ostraka.restore(path, mesh=mesh_of(sizes))
-    return store.shard_bytes, store.reads
+    return store.bytes_read, store.reads
 
 
 def test_each_of_four_processes_reads_what_was_planned(tmp_path: Path):
@@ -396,44 +348,3 @@ def test_each_of_four_processes_reads_what_was_planned(tmp_path: Path):
     assert [result.value for result in results] == [
         (account.read_bytes, account.ranges) for account in expected.processes
     ]
-
-
-# What does not fit
-
-
-def test_arguments_that_make_no_sense():
-    tree = {"w": jax.ShapeDtypeStruct((12, 8), jnp.float32)}
-    with pytest.raises(InvalidSharding, match="12 elements do not divide into 8 parts"):
-        plan(tree, mesh={"data": 8}, specs=P("data"))
-    with pytest.raises(InvalidSharding, match="do not divide evenly among 3 processes; .* is 2"):
-        plan(tree, mesh={"data": 4}, processes=3)
-    with pytest.raises(ValueError, match="specs needs mesh="):
-        plan(tree, specs=P())
-    with pytest.raises(TypeError, match="mesh is 8, sizes without names"):
-        plan(tree, mesh=8)
-    with pytest.raises(ValueError, match="the mesh axis 'data' has the size 0"):
-        plan(tree, mesh={"data": 0})
-    with pytest.raises(ValueError, match="max_file_bytes is 5; it must be at least 8,192"):
-        plan(tree, max_file_bytes=5)
-    with pytest.raises(ValueError, match="which optax does not have"):
-        plan(tree, optimizer="adamm")
-    with pytest.raises(ValueError, match="specs and processes need mesh="):
-        plan(tree).restore(processes=2)
-    with pytest.raises(InvalidSharding, match="the mesh .data=2. has no axis 'x'"):
-        plan(tree, mesh={"x": 4}, specs=P("x")).restore(mesh={"data": 2})
-
-
-def test_findings_of_the_check_are_part_of_the_plan():
-    tree = {"kernel": jax.ShapeDtypeStruct((64 << 20, 2), jnp.float32)}
-    planned = plan(tree, mesh={"data": 8}, specs=P())
-    (finding,) = planned.findings
-    assert finding.severity == "warning"
-    assert "is whole on each of 8 devices" in str(finding)
-    assert plan(tree, mesh={"data": 8}, specs=P("data")).findings == ()
-
-
-def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]):
-    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text("utf-8")
-    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    exec(compile(block, "docs/planner.md", "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) == 9

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from ostraka.layout import box as _box
 from ostraka.layout import metadata as _metadata
@@ -23,7 +22,6 @@ from ostraka.planner._save_plan import (
     plan_state,
 )
 from ostraka.planner.state import PlanOptions, State
-from ostraka.planner.time import Bandwidths, advise_interval
 from plans import bytes_by_process
 
 MESH = MeshSpec(("data", "model"), (4, 2), tuple(range(8)))
@@ -144,56 +142,3 @@ def test_staging_grows_with_what_is_staged():
     assert staged((1024, 1024), cut, accelerators=False) == blocks
     # Each holder of a whole array copies all of it, to write its share.
     assert staged((1024, 1024), ()) == blocks + 2 * (4 << 20)
-
-
-# Times
-
-
-def test_the_slower_of_host_and_storage_decides():
-    both = Bandwidths(host_write=10, host_read=20, storage=100)
-    assert both.write_s(50, 200) == 5.0
-    assert both.write_s(50, 2000) == 20.0
-    assert both.read_s(50, 200) == 2.5
-    assert (both.peak_write(4), both.peak_write(40)) == (40, 100)
-    assert (both.peak_read(4), both.peak_read(40)) == (80, 100)
-    assert Bandwidths().write_s(1, 1) is None
-    assert Bandwidths().peak_write(3) is None
-
-
-def lost_share(interval_s: float, save_s: float, mtbf_s: float) -> float:
-    """Daly's exact expectation, restarts taken to be free: time needed for time worked."""
-    return mtbf_s * (np.exp((interval_s + save_s) / mtbf_s) - 1) / interval_s - 1
-
-
-@pytest.mark.parametrize("save_s", [1.0, 60.0, 600.0])
-def test_the_advised_interval_loses_the_least(save_s: float):
-    mtbf_s = 4 * 3600.0
-    advice = advise_interval(save_s, 0.0, 0.0, mtbf_s)
-    assert advice.young_s == pytest.approx(np.sqrt(2 * save_s * mtbf_s))
-    candidates = np.geomspace(10, mtbf_s, 5000)
-    best = min(lost_share(candidate, save_s, mtbf_s) for candidate in candidates)
-    assert lost_share(advice.daly_s, save_s, mtbf_s) <= best * 1.01
-
-
-def test_saves_that_take_longer_than_a_failure():
-    assert advise_interval(1000.0, 0.0, 0.0, 100.0).daly_s == 100.0
-    assert advise_interval(1000.0, 0.0, 0.0, 100.0).lost_share == 1.0
-
-
-def test_a_save_in_the_background_costs_only_what_it_blocks():
-    """By simulation: what is lost on the way to so many failures, with the advised interval."""
-    blocked_s, write_s, restore_s, mtbf_s = 2.0, 60.0, 30.0, 4 * 3600.0
-    advice = advise_interval(blocked_s, write_s, restore_s, mtbf_s)
-    assert advice.interval_s == advice.daly_s < advise_interval(write_s, 0, 0, mtbf_s).daly_s
-    fails = np.random.default_rng(0).exponential(mtbf_s, 20_000)
-    period = advice.interval_s + blocked_s
-    durable = np.floor(np.maximum(fails - blocked_s - write_s, 0) / period)
-    worked = durable * advice.interval_s
-    lost = 1 - worked.sum() / (fails.sum() + len(fails) * restore_s)
-    assert advice.lost_share == pytest.approx(lost, rel=0.05)
-
-
-def test_saves_in_the_background_do_not_come_faster_than_they_are_written():
-    advice = advise_interval(0.0, 60.0, 0.0, 4 * 3600.0)
-    assert (advice.daly_s, advice.interval_s) == (0.0, 60.0)
-    assert advice.lost_share == pytest.approx(90 / (4 * 3600))

@@ -142,11 +142,8 @@ def test_the_optimizer_goes_along(make: Callable[[], Any], optimizer: str):
     found = partitions(plan(f"{HERE}:{make.__name__}", mesh=SIZES, optimizer=optimizer))
     moment = "mu" if optimizer == "adamw" else "v"
     assert found["model/down"] == found[f"optimizer/opt_state/0/{moment}/down"] != ()
-
-
-def test_a_pair_is_cut_as_its_model_says():
-    found = partitions(plan(f"{HERE}:make_pair", mesh=SIZES))
-    assert found["model/up/kernel"] == found["optimizer/opt_state/0/nu/up/kernel"] == CUT
+    pair = partitions(plan(f"{HERE}:make_pair", mesh=SIZES))
+    assert pair["model/up/kernel"] == pair["optimizer/opt_state/0/nu/up/kernel"] == CUT
 
 
 @pytest.mark.parametrize("make", [make_linen, make_linen_logical], ids=["axes", "logical"])
@@ -161,9 +158,6 @@ def test_rules_come_before_what_a_model_says():
     for name in ("make_annotated", "make_linen", "make_without_rules"):
         found = partitions(plan(f"{HERE}:{name}", mesh={"fsdp": 8}, specs="fsdp"))
         assert {axes for cut in found.values() for axes in cut} == {(), ("fsdp",)}
-
-
-def test_code_for_automatic_axes():
     found = partitions(plan(f"{HERE}:make_constrained", mesh=SIZES, specs="fsdp"))
     assert found == {"kernel": ((), ("data",))}
 

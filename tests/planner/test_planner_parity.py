@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka.cli import main
 from ostraka.planner.sources import plan_checkpoint
-from test_planner import assert_metadata_as_planned
+from test_planner import assert_metadata_as_planned, written
 
 
 def tree_on(devices: int = 8) -> dict[str, Any]:
@@ -24,12 +24,6 @@ def tree_on(devices: int = 8) -> dict[str, Any]:
         "cut": jax.device_put(ones, NamedSharding(mesh, P("x"))),
         "whole": jax.device_put(ones[:3], NamedSharding(mesh, P())),
     }
-
-
-def sizes_in(path: Path) -> dict[str, int]:
-    """Of all files but the copy of `_METADATA`, which a plan counts with that."""
-    files = path.glob("shards-*/*")
-    return {file.name: file.stat().st_size for file in files if file.name != "metadata.json"}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +38,7 @@ def sizes_in(path: Path) -> dict[str, int]:
 def test_a_save_writes_what_was_planned(tmp_path: Path, options: dict[str, Any]) -> None:
     planned = ostraka.plan(tree_on(), **options)
     ostraka.save(tmp_path / "c", tree_on(), **options)
-    assert planned.files == sizes_in(tmp_path / "c")
+    assert planned.files == written(tmp_path / "c")
     data = (tmp_path / "c" / "_METADATA").read_bytes()
     assert_metadata_as_planned(planned, data)
     assert planned.total_bytes == sum(planned.files.values()) + 2 * planned.metadata_bytes
@@ -90,8 +84,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert "parity" in run(str(tmp_path / "c"))
     shown = CliRunner().invoke(main, ["show", str(tmp_path / "c"), "--files"])
     assert "parity_00000.safetensors" in shown.output
-
-
-def test_what_can_not_be_asked_for() -> None:
-    with pytest.raises(ValueError, match="parity is 5; it must be 0, 1 or 2"):
-        ostraka.plan("gpt2", mesh={"data": 8}, parity=5)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -58,17 +57,6 @@ def test_specs_for_a_name():
     assert plan("gpt2", metadata={"run": "x" * 999}).metadata_bytes > plan("gpt2").metadata_bytes
 
 
-def test_sources_that_are_none(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"there is no model.*\(did you mean 'llama-3.1-70b'\?\)"):
-        plan("llama-3.1-70", mesh={"data": 8})
-    with pytest.raises(ValueError, match="of a model by name or config is given by its name"):
-        plan("gpt2", optimizer=optax.adamw(1e-3))
-    with pytest.raises(ValueError, match="there is no optimizer 'adamm'"):
-        plan("gpt2", optimizer="adamm")
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
-        plan(tmp_path / "gpt2")
-
-
 def test_a_checkpoint_saved_anew(tmp_path: Path):
     ostraka.save(tmp_path / "c", TREE)
     planned = plan(tmp_path / "c", mesh={"data": 8}, specs=sharding.fsdp("data", min_size=1))
@@ -84,41 +72,12 @@ def test_a_checkpoint_saved_anew(tmp_path: Path):
 # Meshes and sizes
 
 
-@pytest.mark.parametrize(
-    ("mesh", "remedy"),
-    [
-        ((4, 2), r'mesh is \(4, 2\), sizes without names; name .* mesh={"data": 4, "model": 2}'),
-        ([8], r'mesh is \[8\], sizes without names; name the axes, such as mesh={"data": 8}'),
-        (8, 'mesh is 8, sizes without names; name the axes, such as mesh={"data": 8}'),
-        ((2, 2, 2), '{"data": 2, "model": 2, "axis2": 2}'),
-    ],
-    ids=str,
-)
-def test_meshes_without_names(mesh: Any, remedy: str):
-    for call in (plan, plan(TREE).restore):
-        with pytest.raises(TypeError, match=remedy):
-            call(**{"mesh": mesh} if call is not plan else {"tree": TREE, "mesh": mesh})
-    with pytest.raises(TypeError, match=remedy):
-        plan("gpt2", mesh=mesh)
-
-
-def test_sizes_of_axes():
-    assert plan(TREE, mesh={"data": np.int64(8)}).restore(mesh={"data": np.int32(4)})
-    odd: list[Any] = [8.0, "8", True, 0]
-    for size in odd:
-        with pytest.raises(ValueError, match="the mesh axis 'data' has the size .*; it must be an"):
-            plan(TREE, mesh={"data": size})
-
-
-def test_the_largest_file_as_text():
+def test_sizes_as_text_and_of_numpy():
     cut = plan("gpt2", max_file_bytes="5MB")
     assert cut.files == plan("gpt2", max_file_bytes=5_000_000).files
     assert max(cut.files.values()) <= 5_000_000
     assert plan(TREE, max_file_bytes="1GiB").files == plan(TREE).files
-    with pytest.raises(ValueError, match="max_file_bytes: '1Gb' may mean bits or bytes; write 1GB"):
-        plan(TREE, max_file_bytes="1Gb")
-    with pytest.raises(ValueError, match="max_file_bytes is 10; it must be at least"):
-        plan(TREE, max_file_bytes="10B")
+    assert plan(TREE, mesh={"data": np.int64(8)}).restore(mesh={"data": np.int32(4)})
 
 
 # Times
@@ -180,26 +139,7 @@ def test_a_directory_is_probed(tmp_path: Path):
     assert times.restore_s is not None
     assert times.save_s > 0 < times.restore_s
     assert times.save_every is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_times_that_can_not_be_told():
-    planned = plan(TREE)
-    assert planned.times(read_bandwidth="1GB/s").save_s is None
-    with pytest.raises(ValueError, match="times need a bandwidth, such as write_bandwidth='2GB/s'"):
-        planned.times()
-    with pytest.raises(ValueError, match="mtbf_s needs to know how long a save takes: give write_"):
-        planned.times(read_bandwidth="1GB/s", mtbf_s=3600)
-    with pytest.raises(TypeError, match="mtbf_s is '4h'; it must be a number of seconds"):
-        planned.times(write_bandwidth="1GB/s", mtbf_s=cast_any("4h"))
-    with pytest.raises(ValueError, match="write_bandwidth: '5Gb' may mean bits or bytes"):
-        planned.times(write_bandwidth="5Gb")
-    with pytest.raises(ValueError, match="give read_bandwidth or storage_bandwidth"):
-        planned.restore().duration_s()
-
-
-def cast_any(value: Any) -> Any:
-    return value
+    assert plan("gpt2").times(read_bandwidth="1GB/s").save_s is None
 
 
 # Comparing

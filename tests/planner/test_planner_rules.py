@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import ostraka
+from hf_decoder import make_decoder
 from nnx_models import Block, Sharded
 from ostraka import sharding
 from ostraka.errors import InvalidSharding
@@ -90,7 +90,7 @@ def leaves_of(name: str, dtype: str = "bfloat16") -> list[LeafSpec]:
 
 
 @pytest.mark.parametrize("rules", ["dp", "fsdp", "tp", "fsdp+tp"])
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "mixtral-8x7b", "qwen2.5-0.5b", "pythia-12b"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "mixtral-8x7b", "pythia-70m"])
 @pytest.mark.parametrize("mesh", [SIZES, {"data": 3, "tensor": 7}], ids=["even", "odd"])
 def test_named_models_are_cut_with_and_without_jax(name: str, rules: str, mesh: dict[str, int]):
     target = mesh_of_sizes(mesh)
@@ -99,7 +99,7 @@ def test_named_models_are_cut_with_and_without_jax(name: str, rules: str, mesh: 
     resolved = resolve_rules(leaves, target, found)
     assert is_plain(found)
     assert resolved == _resolve_with_jax(leaves, target, found)
-    assert resolved[1] or rules != "dp"
+    assert resolved[1] or rules != "dp" or name == "pythia-70m"
 
 
 def raised(resolve: Callable[..., Any], rules: Any, mesh: MeshSpec) -> str:
@@ -146,45 +146,10 @@ def test_jax_sees_leaves_under_their_own_keys():
 # A config and its model
 
 
-# Only shapes count here, and random numbers take long to compile.
-ZEROS = nnx.initializers.zeros_init()
-linear = partial(nnx.Linear, kernel_init=ZEROS)
-
-
-class Attention(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.q_proj = linear(128, 256, use_bias=True, rngs=rngs)
-        self.k_proj = linear(128, 128, use_bias=True, rngs=rngs)
-        self.v_proj = linear(128, 128, use_bias=True, rngs=rngs)
-        self.o_proj = linear(256, 128, use_bias=False, rngs=rngs)
-
-
-class Gated(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.gate_proj = linear(128, 384, use_bias=False, rngs=rngs)
-        self.up_proj = linear(128, 384, use_bias=False, rngs=rngs)
-        self.down_proj = linear(384, 128, use_bias=False, rngs=rngs)
-
-
-class Layer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.input_layernorm = nnx.RMSNorm(128, rngs=rngs)
-        self.post_attention_layernorm = nnx.RMSNorm(128, rngs=rngs)
-        self.self_attn = Attention(rngs)
-        self.mlp = Gated(rngs)
-
-
-class Decoder(nnx.Module):
-    """Of `CONFIG`, so wide that Adafactor factors its moments; some kernels are square."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed_tokens = nnx.Embed(512, 128, embedding_init=ZEROS, rngs=rngs)
-        self.layers = nnx.List([Layer(rngs)])
-        self.norm = nnx.RMSNorm(128, rngs=rngs)
-
-
+# So wide that Adafactor factors its moments; some kernels are square.
 CONFIG = {
-    "model_type": "qwen2",
+    "model_type": "qwen3",
+    "attention_bias": True,
     "hidden_size": 128,
     "head_dim": 32,
     "intermediate_size": 384,
@@ -194,6 +159,12 @@ CONFIG = {
     "vocab_size": 512,
     "tie_word_embeddings": True,
 }
+
+
+def decoder() -> nnx.Module:
+    return make_decoder({**CONFIG, "rms_norm_eps": 1e-5, "rope_theta": 1e4}, has_head=False)
+
+
 PATTERNS = {
     "**/k_proj/kernel": ["data", "model"],
     "**/kernel": [["model", "data"], None],
@@ -216,13 +187,22 @@ def rules_in(directory: Path, rules: str) -> str:
     return str(directory / "rules.json")
 
 
-@pytest.mark.parametrize("rules", ["fsdp", "tp", "fsdp+tp", "patterns"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "rules"),
+    [
+        ("adamw", "fsdp"),
+        ("adamw", "tp"),
+        ("adafactor", "fsdp+tp"),
+        ("adafactor", "patterns"),
+        ("lion", "fsdp+tp"),
+        ("sgd", "fsdp"),
+    ],
+)
 def test_a_config_is_cut_as_its_model(tmp_path: Path, optimizer: str, rules: str):
     named = rules_in(tmp_path, rules)
     by_config = plan_config(tmp_path, named, optimizer)
     by_model = plan(
-        nnx.eval_shape(lambda: Decoder(nnx.Rngs(0))),
+        nnx.eval_shape(decoder),
         mesh=SIZES,
         specs=read_rules(named, mesh_of_sizes(SIZES)),
         optimizer=optimizer,
@@ -230,13 +210,16 @@ def test_a_config_is_cut_as_its_model(tmp_path: Path, optimizer: str, rules: str
     assert partitions_of(by_config) == partitions_of(by_model)
     assert by_config._write == by_model._write
     assert by_config.files == by_model.files
+    assert by_config.parameters == by_model.parameters
+    # But for the name of the module's class.
+    assert abs(by_config.metadata_bytes - by_model.metadata_bytes) < 40
 
 
 def test_factored_moments_are_cut_as_in_what_init_makes(tmp_path: Path):
     mesh = sharding.make_mesh({"data": 4, "model": 2})
     rules = read_rules("fsdp+tp", mesh_of_sizes(SIZES))
     transformation = optax.adafactor(1e-3)
-    model, state = sharding.init(lambda: Decoder(nnx.Rngs(0)), mesh, rules, transformation)
+    model, state = sharding.init(decoder, mesh, rules, transformation)
     ostraka.save(tmp_path / "c", {"model": model, "optimizer": state})
     planned = plan_config(tmp_path, "fsdp+tp", "adafactor")
     saved = plan(tmp_path / "c")

@@ -5,14 +5,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import ostraka
 from nnx_models import bits
@@ -40,20 +37,12 @@ OTHER = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def compiled(compile_cache: str) -> dict[str, str]:
     """Each program is compiled once, for all runs here; the variables do it for other processes."""
-    path = str(tmp_path_factory.mktemp("compiled"))
-    settings = {
-        "jax_compilation_cache_dir": path,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    return {
+        "JAX_COMPILATION_CACHE_DIR": compile_cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield {name.upper(): str(value) for name, value in settings.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True)

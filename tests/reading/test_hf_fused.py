@@ -2,12 +2,10 @@
 own for queries, keys and values; and back, byte for byte."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from hf_decoder import make_decoder
 from hf_fused import CONFIGS, RULES, Gpt2, Neox
-from hf_python import transformers_python
+from hf_python import assert_logits, assert_transformers_loads, write_models
 from ostraka.errors import Mismatch
 from test_hf_transformers import tensors_of
 
-PROGRAM = Path(__file__).parents[1] / "support" / "hf_logits.py"
 EXPERTS: dict[str, Any] = {
     name: {
         "model_type": name,
@@ -38,18 +35,6 @@ EXPERTS: dict[str, Any] = {
     }
     for name in ("gpt_oss", "llama4_text")
 }
-
-
-def write_models(root: Path, configs: dict[str, Any], *options: str) -> Path:
-    """Directories that `save_pretrained` wrote."""
-    subprocess.run(
-        [transformers_python(), PROGRAM, root, *options],
-        input=json.dumps(configs),
-        text=True,
-        check=True,
-        capture_output=True,
-    )
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +67,7 @@ def test_logits_are_those_of_transformers(models: Path, family: str, specs: P):
     block = (model.h if family == "gpt2" else model.layers)[0]
     kernel = (block.self_attn.k_proj if family == "phi3" else block.attn.key).kernel[...]
     assert kernel.sharding.shard_shape(kernel.shape) != kernel.shape
-    tokens = jnp.asarray(np.load(models / family / "tokens.npy"))
-    logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
-    wanted = np.load(models / family / "logits.npy")
-    assert wanted.std() > 0.5
-    np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert_logits(model, models / family)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -101,18 +82,7 @@ def test_back_to_the_tensors_of_transformers(models: Path, tmp_path: Path, famil
     ostraka.convert(models / family, tmp_path / "tree", to="ostraka", names=rules)
     ostraka.convert(tmp_path / "tree", tmp_path / "again", to="hf", names=rules)
     assert tensors_of(tmp_path / "again") == tensors_of(models / family)
-    for name in ("config.json", "tokens.npy"):
-        (back / name).write_bytes((models / family / name).read_bytes())
-    done = subprocess.run(
-        [transformers_python(), PROGRAM, back, "--load"],
-        text=True,
-        check=True,
-        capture_output=True,
-    )
-    assert json.loads(done.stdout) == []
-    np.testing.assert_array_equal(
-        np.load(back / "logits.npy"), np.load(models / family / "logits.npy")
-    )
+    assert_transformers_loads(back, models / family)
 
 
 def test_a_leaf_that_is_missing_is_named(models: Path, tmp_path: Path):
@@ -152,15 +122,6 @@ def test_a_family_with_own_rules_before_it(models: Path, tmp_path: Path):
     other = {**own, "model.layers.{n}.qkv.weight": "layers/{n}/qkv"}
     with pytest.raises(Mismatch, match=r"qkv\.weight' matches no tensor"):
         ostraka.open(models / "phi3", names=(other, "phi3"))
-
-
-def test_lists_of_names(models: Path):
-    with pytest.raises(ValueError, match="and at its end one family or 'hf'"):
-        ostraka.open(models / "phi3", names=["hf", {"a": "b"}])
-    with pytest.raises(ValueError, match="a function alone, not in a list"):
-        ostraka.open(models / "phi3", names=[lambda name, shape: name, "hf"])  # pyright: ignore
-    with pytest.raises(ValueError, match="not list"):
-        ostraka.open(models / "phi3", names=[])
 
 
 # Experts that are one tensor on disk

@@ -1,12 +1,10 @@
 """Models that `transformers` made and saved: the same logits from NNX, and the planner's leaves."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
@@ -16,10 +14,9 @@ import ostraka
 from cli_runs import run
 from hf_cases import CASES
 from hf_decoder import make_decoder
-from hf_python import transformers_python
+from hf_python import assert_logits, assert_transformers_loads, write_models
 from ostraka.families.families import parameters_of
 
-PROGRAM = Path(__file__).parents[1] / "support" / "hf_logits.py"
 COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -41,16 +38,7 @@ LOGITS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories that `save_pretrained` wrote."""
-    root = tmp_path_factory.mktemp("hf")
-    subprocess.run(
-        [transformers_python(), PROGRAM, root],
-        input=json.dumps(LOGITS),
-        text=True,
-        check=True,
-        capture_output=True,
-    )
-    return root
+    return write_models(tmp_path_factory.mktemp("hf"), LOGITS)
 
 
 @pytest.mark.parametrize("has_head", [True, False])
@@ -67,11 +55,7 @@ def test_logits_are_those_of_transformers(models: Path, family: str, preset: str
     model = ostraka.restore(models / family, like=like, names="hf", mesh=mesh, specs=specs)
     kernel = model.layers[0].self_attn.q_proj.kernel[...]
     assert kernel.sharding.shard_shape(kernel.shape) != kernel.shape
-    tokens = jnp.asarray(np.load(models / family / "tokens.npy"))
-    logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
-    wanted = np.load(models / family / "logits.npy")
-    assert wanted.std() > 0.5
-    np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert_logits(model, models / family)
 
 
 # Every family
@@ -90,15 +74,7 @@ def small_cases() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("families")
-    subprocess.run(
-        [transformers_python(), PROGRAM, root, "--no-logits"],
-        input=json.dumps(small_cases()),
-        text=True,
-        check=True,
-        capture_output=True,
-    )
-    return root
+    return write_models(tmp_path_factory.mktemp("families"), small_cases(), "--no-logits")
 
 
 @pytest.mark.parametrize("name", small_cases())
@@ -183,15 +159,4 @@ def test_from_transformers_to_a_mesh_and_back(models: Path, tmp_path: Path, fami
     )
     assert report.left_out == ("drop/rngs/count", "drop/rngs/key")
     assert tensors_of(back) == tensors_of(models / family)
-    # And `transformers` loads it, all of it.
-    (back / "tokens.npy").write_bytes((models / family / "tokens.npy").read_bytes())
-    done = subprocess.run(
-        [transformers_python(), PROGRAM, back, "--load"],
-        text=True,
-        check=True,
-        capture_output=True,
-    )
-    assert json.loads(done.stdout) == []
-    np.testing.assert_array_equal(
-        np.load(back / "logits.npy"), np.load(models / family / "logits.npy")
-    )
+    assert_transformers_loads(back, models / family)

@@ -24,20 +24,37 @@ def shapes_of(leaves: list[Composition]) -> Shapes:
 # What users give
 
 
-def test_a_plain_string_renames():
-    names = read_names({"model.norm.weight": "norm/scale"})
-    (leaf,) = names.compose({"model.norm.weight": (8,)})
-    assert (leaf.path, leaf.tensors, leaf.shape) == ("norm/scale", ("model.norm.weight",), (8,))
-
-
-def test_placeholders_and_transposition():
-    rule = {"path": "layers/{n}/attn/query/kernel", "transpose": True}
-    names = read_names({"model.layers.{n}.self_attn.q_proj.weight": rule})
-    tensors = {f"model.layers.{n}.self_attn.q_proj.weight": (6, 4) for n in (0, 10)}
-    assert shapes_of(names.compose(tensors)) == {
-        "layers/0/attn/query/kernel": (4, 6),
-        "layers/10/attn/query/kernel": (4, 6),
-    }
+@pytest.mark.parametrize(
+    ("rules", "tensors", "leaves"),
+    [
+        ({"model.norm.weight": "norm/scale"}, {"model.norm.weight": (8,)}, {"norm/scale": (8,)}),
+        (
+            {"m.{n}.q.weight": {"path": "layers/{n}/q/kernel", "transpose": True}},
+            {"m.0.q.weight": (6, 4), "m.10.q.weight": (6, 4)},
+            {"layers/0/q/kernel": (4, 6), "layers/10/q/kernel": (4, 6)},
+        ),
+        (
+            {"net.{rest*}": "model/{rest*}"},
+            {"net.a.0.w": (2,), "net.b": (3,)},
+            {"model/a/0/w": (2,), "model/b": (3,)},
+        ),
+        (
+            {"a.special": "s", "a.{x}": "others/{x}"},  # the first that matches decides
+            {"a.special": (1,), "a.b": (2,)},
+            {"s": (1,), "others/b": (2,)},
+        ),
+        (  # a repeated placeholder stands for the same
+            {"l.{n}.b{n}": "l/{n}", "{rest*}": "other/{rest*}"},
+            {"l.1.b1": (1,), "l.1.b2": (2,), "l.2.b2": (3,)},
+            {"l/1": (1,), "other/l/1/b2": (2,), "l/2": (3,)},
+        ),
+    ],
+)
+def test_rules_there_and_back(rules: Any, tensors: Shapes, leaves: Shapes):
+    names = read_names(rules)
+    assert shapes_of(names.compose(tensors)) == leaves
+    again = names.decompose(leaves)
+    assert {name: leaf.form.shape_before for leaf in again for name in leaf.tensors} == tensors
 
 
 def test_stacks_of_several_placeholders():
@@ -50,22 +67,6 @@ def test_stacks_of_several_placeholders():
     assert leaf.tensors[:4] == ("l.0.e.0.w", "l.0.e.1.w", "l.0.e.2.w", "l.1.e.0.w")
     (again,) = names.decompose({"layers/experts/kernel": (2, 3, 4, 6)})
     assert again == leaf
-
-
-def test_a_placeholder_for_any_number_of_names():
-    names = read_names({"net.{rest*}": "model/{rest*}"})
-    leaves = names.compose({"net.a.0.w": (2,), "net.b": (3,)})
-    assert shapes_of(leaves) == {"model/a/0/w": (2,), "model/b": (3,)}
-    assert [leaf.tensors for leaf in names.decompose(shapes_of(leaves))] == [
-        ("net.a.0.w",),
-        ("net.b",),
-    ]
-
-
-def test_the_first_rule_that_matches_decides():
-    names = read_names({"a.special": "s", "a.{x}": "others/{x}"})
-    found = shapes_of(names.compose({"a.special": (1,), "a.b": (2,)}))
-    assert found == {"s": (1,), "others/b": (2,)}
 
 
 def test_a_file_of_rules(tmp_path: Path):
@@ -115,6 +116,9 @@ def test_a_function_that_stacks_and_one_that_writes():
         ("hf", "names='hf' needs the model_type of a config.json, and there is none"),
         (7, "names= takes 'hf', the name of a family, rules, the path of a JSON file"),
         ({}, "names= has no rules"),
+        ([], "not list"),
+        (["llama", {"a": "b"}], "and at its end one family or 'hf'"),
+        ([lambda name, shape: name, "llama"], "a function alone, not in a list"),
         ({"": "x"}, "names= has a rule for '', which is no name of a tensor"),
         (
             {"w": 3},
@@ -142,6 +146,7 @@ def test_what_can_not_be_understood(names: Any, message: str):
     [
         ("[1]", "it has no JSON object at its top"),
         ('{"a": "b", "a": "c"}', "it has 'a' twice"),
+        ('{"w": {"cut": {"axis": 0, "into": {"a": 1, "a": 2}}}}', "it has 'a' twice"),
         ("{", "can't be read as rules"),
         ("[" * 100_000, "can't be read as rules"),
     ],
@@ -153,11 +158,6 @@ def test_a_file_that_has_no_rules(tmp_path: Path, text: str, message: str):
         read_names(path)
     with pytest.raises(ValueError, match="it is no file of at most"):
         read_names(tmp_path)
-
-
-def test_a_family_that_is_not_built_in():
-    with pytest.raises(ValueError, match="has the model_type 'bert', for which there are no"):
-        read_names("hf", {"model_type": "bert"})
 
 
 # What does not correspond
@@ -282,13 +282,12 @@ def test_names_and_planner_agree_whether_a_head_is_tied(kind: str):
         assert bool(read_names("hf", config).stand_ins) == (not has_head) == bool(said)
 
 
-def test_names_and_planner_refuse_the_same_configs():
+def test_configs_that_are_refused():
     config = {"model_type": "llama", "tie_word_embeddings": "no"}
-    message = "has 'no' as its 'tie_word_embeddings'; it must be true or false"
-    with pytest.raises(ValueError, match=message):
-        families.parameters_of(config)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="has 'no' as its 'tie_word_embeddings'; it must be true"):
         read_names("hf", config)
+    with pytest.raises(ValueError, match="has the model_type 'bert', for which there are no"):
+        read_names("hf", {"model_type": "bert"})
 
 
 LLAMA: Shapes = {
@@ -318,8 +317,9 @@ def test_a_tied_head_is_made_of_the_embedding():
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model.model.", "model.language_model."])
-def test_prefixes_of_other_versions(prefix: str):
-    moved = {f"{prefix}{name.removeprefix('model.')}": shape for name, shape in LLAMA.items()}
+def test_prefixes_of_other_versions_and_buffers(prefix: str):
+    tensors = {**LLAMA, "model.layers.0.self_attn.rotary_emb.inv_freq": (2,)}
+    moved = {f"{prefix}{name.removeprefix('model.')}": shape for name, shape in tensors.items()}
     assert shapes_of(read_names("llama").compose(moved)) == shapes_of(
         read_names("llama").compose(LLAMA)
     )
@@ -342,13 +342,6 @@ def test_published_names_of_gpt2_and_gemma3():
             "language_model/norm/scale": (4,),
             "vision_tower/post_layernorm/bias": (3,),
         }
-
-
-def test_buffers_are_left_out():
-    tensors = {**LLAMA, "model.layers.0.self_attn.rotary_emb.inv_freq": (2,)}
-    assert shapes_of(read_names("llama").compose(tensors)) == shapes_of(
-        read_names("llama").compose(LLAMA)
-    )
 
 
 # Names of hostile files
@@ -384,12 +377,6 @@ def test_several_placeholders_for_any_number_of_names():
         assert found == {"x": "a.to.b", "y": f"{middle}c"}
         assert match("{x*}.to.{y*}.w", f"to.{middle}to.w", is_path=False) is None
         assert match("{a}_{b}_{c}", "p_" * length + "q_r", is_path=True) is not None
-
-
-def test_a_repeated_placeholder_stands_for_the_same():
-    names = read_names({"l.{n}.b{n}": "l/{n}", "{rest*}": "other/{rest*}"})
-    tensors: Shapes = {"l.1.b1": (1,), "l.1.b2": (2,), "l.2.b2": (3,)}
-    assert shapes_of(names.compose(tensors)) == {"l/1": (1,), "other/l/1/b2": (2,), "l/2": (3,)}
 
 
 def test_numbers_that_are_parts_of_a_rule_are_compared():

@@ -86,41 +86,28 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert not found[name].ctypes.data % 64, name
 
 
-def test_tensors_become_leaves(tmp_path: Path):
+def test_tensors_become_leaves_and_tensors_again(tmp_path: Path):
     given = tensors()
     source = opened(tmp_path / "c", given, RULES)
-    assert_same(everything(source), flat(leaves(given)))
-
-
-def test_leaves_become_tensors_again(tmp_path: Path):
-    given = tensors()
-    source = opened(tmp_path / "c", leaves(given), RULES, back=True)
+    wanted = flat(leaves(given))
+    assert_same(everything(source), wanted)
+    assert_any_box_is_its_own(source, wanted)
+    back = opened(tmp_path / "d", leaves(given), RULES, back=True)
     del given["buffer"]
-    assert_same(everything(source), given)
+    for again in (back, renamed(source, RULES, back=True)):
+        assert_same(everything(again), given)
 
 
-def test_and_a_view_of_a_view(tmp_path: Path):
-    given = tensors()
-    there = opened(tmp_path / "c", given, RULES)
-    again = everything(renamed(there, RULES, back=True))
-    del given["buffer"]
-    assert_same(again, given)
-
-
-def test_any_box_reads_its_own_elements(tmp_path: Path):
-    given = tensors()
-    source = opened(tmp_path / "c", given, RULES)
-    whole = flat(leaves(given))
+def assert_any_box_is_its_own(source: Source, whole: dict[str, Any]) -> None:
     random = np.random.default_rng(1)
     for leaf in leaves_of(source.tree):
-        shape = source.saved.leaves[leaf.value.number].shape
         targets: list[Target] = []
-        for _ in range(20):
+        for _ in range(30):
+            shape = whole[leaf.path].shape
             ends = [sorted(random.integers(0, n + 1, 2).tolist()) for n in shape]
             targets.append(Target(leaf.value.number, tuple((a, b) for a, b in ends)))
         for number, array in source.read(targets):
-            box = targets[number].box
-            wanted = whole[leaf.path][tuple(slice(*span) for span in box)]
+            wanted = whole[leaf.path][tuple(slice(*span) for span in targets[number].box)]
             assert array.shape == wanted.shape
             assert array.tobytes() == wanted.tobytes()
 
@@ -138,15 +125,11 @@ def test_a_large_leaf_is_rearranged_in_pieces(tmp_path: Path):
     assert len(source.files_of(0)) == grid[1]
 
 
-def test_numbers_in_paths_are_keys_of_lists(tmp_path: Path):
+def test_where_boxes_lie(tmp_path: Path):
     source = opened(tmp_path / "c", tensors(), RULES)
     tree: Any = source.tree
     (layers,) = [child for child in tree.children if child.path == "layers"]
-    assert layers.keys == [0, 1]
-
-
-def test_where_boxes_lie(tmp_path: Path):
-    source = opened(tmp_path / "c", tensors(), RULES)
+    assert layers.keys == [0, 1]  # numbers in paths are keys of lists
     paths = [leaf.path for leaf in source.saved.leaves]
     kernel = paths.index("layers/0/e/kernel")
     boxes = source.boxes_of(kernel)

@@ -21,9 +21,8 @@ from ostraka.layout.spec import Target
 from ostraka.reading.locate import open_at
 from ostraka.reading.names.given import NamesLike
 from ostraka.reading.view import renamed
-from ostraka.tree.nodes import leaves_of
 from places import Place
-from test_view import assert_same, everything
+from test_view import assert_any_box_is_its_own, assert_same, everything
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -43,29 +42,16 @@ def random_of(*shape: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
 
 
-def test_queries_keys_and_values_one_after_the_other(tmp_path: Path):
-    """As Phi-3 and vLLM have them."""
-    fused = {f"l.{n}.qkv_proj.weight": random_of(10 + n, 4)[:10] for n in range(2)}
-    into = {f"l/{{n}}/{name}/kernel": size for name, size in (("q", 6), ("k", 2), ("v", 2))}
-    names = {"l.{n}.qkv_proj.weight": {"transpose": True, "cut": {"axis": 1, "into": into}}}
-    leaves, back = there_and_back(written(tmp_path / "m.safetensors", fused), names)
-    wanted: Arrays = {}
-    for n in range(2):
-        q, k, v = np.split(fused[f"l.{n}.qkv_proj.weight"].T, [6, 8], axis=1)
-        wanted |= {f"l/{n}/q/kernel": q, f"l/{n}/k/kernel": k, f"l/{n}/v/kernel": v}
-    assert_same(leaves, wanted)
-    assert_same(back, fused)
+def interleaved(heads: int) -> dict[str, Any]:
+    """Queries, keys and values of each head after each other."""
+    cut = {"axis": 2, "into": ["q", "k", "v"]}
+    return {"transpose": True, "split": {1: [heads, 3, -1]}, "cut": cut}
 
 
 def test_interleaved_by_head_and_stacked(tmp_path: Path):
     """As GPT-NeoX has them, into layers that are scanned over: (layers, in, heads, size)."""
     fused = {f"l.{n}.qkv": random_of(24 + n, 8)[:24] for n in range(3)}
-    rule = {
-        "transpose": True,
-        "split": {1: [2, 3, -1]},
-        "cut": {"axis": 2, "into": ["q", "k", "v"]},
-        "stack": "n",
-    }
+    rule = {**interleaved(2), "stack": "n"}
     leaves, back = there_and_back(written(tmp_path / "m.safetensors", fused), {"l.{n}.qkv": rule})
     stacked = np.stack([array.T.reshape(8, 2, 3, 4) for array in fused.values()])
     assert_same(leaves, {name: stacked[:, :, :, at] for at, name in enumerate("qkv")})
@@ -81,55 +67,15 @@ def test_groups_of_heads(tmp_path: Path):
         "cut": {"axis": 2, "into": {"q": 3, "k": 1, "v": 1}},
         "merge": {1: [2, -1]},
     }
-    leaves, back = there_and_back(written(tmp_path / "m.safetensors", fused), {"wqkv.weight": rule})
+    source = written(tmp_path / "m.safetensors", fused)
+    leaves, back = there_and_back(source, {"wqkv.weight": rule})
     grouped = fused["wqkv.weight"].T.reshape(8, 2, 5, 4)
     wanted = {"q": grouped[:, :, :3].reshape(8, 6, 4)}
     assert_same(leaves, {**wanted, "k": grouped[:, :, 3], "v": grouped[:, :, 4]})
     assert_same(back, fused)
-
-
-# Experts that are one tensor, as newer classes of `transformers` keep them
-
-
-def test_experts_in_one_tensor(tmp_path: Path):
-    """(experts, in, out) as gpt_oss and llama4 have them: one stacked leaf, as it is."""
-    tensors = {
-        "mlp.experts.down_proj": random_of(4, 6, 8),
-        "mlp.experts.down_proj_bias": random_of(4, 8),
-    }
-    names = {
-        "mlp.experts.down_proj": "mlp/experts/down/kernel",
-        "mlp.experts.down_proj_bias": "mlp/experts/down/bias",
-    }
-    leaves, back = there_and_back(written(tmp_path / "m.safetensors", tensors), names)
-    assert_same(leaves, dict(zip(names.values(), tensors.values(), strict=True)))
-    assert_same(back, tensors)
-
-
-def test_gate_and_up_one_after_the_other(tmp_path: Path):
-    """Llama4 and qwen3_vl_moe: (experts, in, 2 * inner), gate before up."""
-    tensors = {"mlp.experts.gate_up_proj": random_of(4, 8, 12)}
-    rule = {"cut": {"axis": 2, "into": {"mlp/experts/gate": 6, "mlp/experts/up": -1}}}
-    source = written(tmp_path / "m.safetensors", tensors)
-    leaves, back = there_and_back(source, {"mlp.experts.gate_up_proj": rule})
-    gate, up = np.split(tensors["mlp.experts.gate_up_proj"], 2, axis=2)
-    assert_same(leaves, {"mlp/experts/gate": gate, "mlp/experts/up": up})
-    assert_same(back, tensors)
-
-
-def test_gate_and_up_of_rows(tmp_path: Path):
-    """Qwen3_moe as newer classes keep it: (experts, 2 * inner, hidden), to (experts, in, out)."""
-    tensors = {"mlp.experts.gate_up_proj": random_of(4, 12, 8)}
-    rule = {
-        "transpose": [0, 2, 1],
-        "split": {2: [2, -1]},
-        "cut": {"axis": 2, "into": ["mlp/experts/gate/kernel", "mlp/experts/up/kernel"]},
-    }
-    source = written(tmp_path / "m.safetensors", tensors)
-    leaves, back = there_and_back(source, {"mlp.experts.gate_up_proj": rule})
-    gate, up = np.split(tensors["mlp.experts.gate_up_proj"].transpose(0, 2, 1), 2, axis=2)
-    assert_same(leaves, {"mlp/experts/gate/kernel": gate, "mlp/experts/up/kernel": up})
-    assert_same(back, tensors)
+    view = renamed(source, {"wqkv.weight": rule})
+    assert_any_box_is_its_own(view, leaves)
+    assert_any_box_is_its_own(renamed(view, {"wqkv.weight": rule}, back=True), back)
 
 
 def test_gate_and_up_in_turn(tmp_path: Path):
@@ -178,11 +124,7 @@ def bytes_for(source: Source, path: str, box: Any = None) -> int:
 def test_only_the_rows_of_a_leaf_are_read(tmp_path: Path):
     tensors = {"rows": random_of(96, 128), "columns": random_of(64, 1536)}
     names = {
-        "rows": {
-            "transpose": True,
-            "split": {1: [2, 3, -1]},
-            "cut": {"axis": 2, "into": ["q", "k", "v"]},
-        },
+        "rows": interleaved(2),
         "columns": {"cut": {"axis": 1, "into": {"gate": 1024, "up": 512}}},
     }
     source = renamed(written(tmp_path / "m.safetensors", tensors), names)
@@ -196,11 +138,7 @@ def test_only_the_rows_of_a_leaf_are_read(tmp_path: Path):
 
 def test_where_the_boxes_of_leaves_lie(tmp_path: Path):
     tensors = {"w": random_of(24, 8)}
-    rule = {
-        "transpose": True,
-        "split": {1: [2, 3, -1]},
-        "cut": {"axis": 2, "into": ["q", "k", "v"]},
-    }
+    rule = interleaved(2)
     source = renamed(written(tmp_path / "m.safetensors", tensors), {"w": rule})
     for number, leaf in enumerate(source.saved.leaves):
         boxes = source.boxes_of(number)
@@ -221,30 +159,6 @@ def test_a_large_leaf_is_put_together_in_pieces(tmp_path: Path):
     assert (leaves["q"] == large[:2048].T).all()
     assert (leaves["kv"] == large[2048:].T).all()
     assert (back["w"] == large).all()
-
-
-def test_any_box_reads_its_own_elements(tmp_path: Path):
-    tensors = {"w": random_of(40, 8)}
-    rule = {
-        "transpose": True,
-        "split": {1: [2, 5, 4]},
-        "cut": {"axis": 2, "into": {"q": 3, "k": 1, "v": 1}},
-        "merge": {1: [2, -1]},
-    }
-    leaves = renamed(written(tmp_path / "m.safetensors", tensors), {"w": rule})
-    random = np.random.default_rng(1)
-    for source in (leaves, renamed(leaves, {"w": rule}, back=True)):
-        whole = everything(source)
-        for leaf in leaves_of(source.tree):
-            shape = whole[leaf.path].shape
-            targets: list[Target] = []
-            for _ in range(30):
-                ends = [sorted(random.integers(0, n + 1, 2).tolist()) for n in shape]
-                targets.append(Target(leaf.value.number, tuple((a, b) for a, b in ends)))
-            for number, array in source.read(targets):
-                wanted = whole[leaf.path][tuple(slice(*span) for span in targets[number].box)]
-                assert array.shape == wanted.shape
-                assert array.tobytes() == wanted.tobytes()
 
 
 # Any cut
@@ -325,42 +239,42 @@ def fused_model() -> Arrays:
 SIZES = {"q": 8, "k": 4, "v": 4}
 
 
-@pytest.mark.parametrize("to", ["ostraka", "orbax"])
-def test_converted_both_ways(tmp_path: Path, to: Any):
+def cut_of(above: str) -> dict[str, Any]:
+    into = {f"{above}/{name}": size for name, size in SIZES.items()}
+    return {"transpose": True, "cut": {"axis": 1, "into": into}}
+
+
+def read_name(name: str, shape: tuple[int, ...]) -> Any:
+    return "norm" if name == "norm" else cut_of(f"layers/{name.split('.')[1]}")
+
+
+def write_name(path: str, shape: tuple[int, ...]) -> Any:
+    if path == "norm":
+        return "norm"
+    above = path.rpartition("/")[0]
+    return {"tensor": f"l.{above.rpartition('/')[2]}.qkv", **cut_of(above)}
+
+
+@pytest.mark.parametrize(
+    ("to", "read", "write"),
+    [
+        ("ostraka", QKV_RULES, QKV_RULES),
+        ("orbax", QKV_RULES, QKV_RULES),
+        ("ostraka", read_name, write_name),
+    ],
+    ids=["ostraka", "orbax", "functions"],
+)
+def test_converted_both_ways(tmp_path: Path, to: Any, read: Any, write: Any):
     tensors = fused_model()
     save_file(tensors, tmp_path / "model.safetensors")
-    ostraka.convert(tmp_path / "model.safetensors", tmp_path / "tree", to=to, names=QKV_RULES)
+    ostraka.convert(tmp_path / "model.safetensors", tmp_path / "tree", to=to, names=read)
     opened = ostraka.open(tmp_path / "tree")
     assert {path: opened[path].shape for path in opened} == {
         "norm": (8,),
         **{f"layers/{n}/{name}": (8, size) for n in (0, 1) for name, size in SIZES.items()},
     }
-    ostraka.convert(tmp_path / "tree", tmp_path / "back", to="hf", names=QKV_RULES)
-    back = ostraka.open(tmp_path / "back")
-    for name, tensor in tensors.items():
-        assert np.asarray(back[name]).tobytes() == tensor.tobytes()
-
-
-def test_functions_convert_both_ways(tmp_path: Path):
-    def cut(above: str) -> dict[str, Any]:
-        into = {f"{above}/{name}": size for name, size in SIZES.items()}
-        return {"transpose": True, "cut": {"axis": 1, "into": into}}
-
-    def read(name: str, shape: tuple[int, ...]) -> Any:
-        return "norm" if name == "norm" else cut(f"layers/{name.split('.')[1]}")
-
-    def write(path: str, shape: tuple[int, ...]) -> Any:
-        if path == "norm":
-            return "norm"
-        above = path.rpartition("/")[0]
-        return {"tensor": f"l.{above.rpartition('/')[2]}.qkv", **cut(above)}
-
-    tensors = fused_model()
-    save_file(tensors, tmp_path / "model.safetensors")
-    ostraka.convert(tmp_path / "model.safetensors", tmp_path / "tree", to="ostraka", names=read)
-    kernel = np.asarray(ostraka.open(tmp_path / "tree")["layers/1/v"])
-    assert np.array_equal(kernel, tensors["l.1.qkv"].T[:, 12:])
-    ostraka.convert(tmp_path / "tree", tmp_path / "back", to="safetensors", names=write)
+    assert np.array_equal(np.asarray(opened["layers/1/v"]), tensors["l.1.qkv"].T[:, 12:])
+    ostraka.convert(tmp_path / "tree", tmp_path / "back", to="hf", names=write)
     back = ostraka.open(tmp_path / "back")
     assert sorted(back) == sorted(tensors)
     for name, tensor in tensors.items():
@@ -408,11 +322,7 @@ def test_a_manager_restores_with_a_cut(tmp_path: Path):
 def test_in_any_store(place: Place, tmp_path: Path):
     """Interleaved by head, which in a bucket is read with what lies between."""
     tensors = {"qkv": random_of(96, 64)}
-    rule = {
-        "transpose": True,
-        "split": {1: [4, 3, -1]},
-        "cut": {"axis": 2, "into": ["q", "k", "v"]},
-    }
+    rule = interleaved(4)
     (tmp_path / "here").mkdir()
     save_file(tensors, tmp_path / "here" / "model.safetensors")
     ostraka.copy(tmp_path / "here", str(place / "model"))
@@ -434,6 +344,7 @@ def test_in_any_store(place: Place, tmp_path: Path):
     [
         ({"q": np.ones((4, 2), np.float16)}, "'w' would be put together of float16 and float32"),
         ({"q": 3.5}, "leaf 'q' has the shape \\(\\), which has no axis 0"),
+        ({}, "tensor 'w' is put together of 2 leaves, of which there is no 'q'"),
     ],
 )
 def test_leaves_that_are_not_alike(tmp_path: Path, leaves: dict[str, Any], message: str):
@@ -442,9 +353,3 @@ def test_leaves_that_are_not_alike(tmp_path: Path, leaves: dict[str, Any], messa
     with pytest.raises(Mismatch, match=message):
         ostraka.convert(tmp_path / "c", tmp_path / "out", to="hf", names=rules)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_leaf_that_is_not_there_to_be_put_together(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"layers": {0: {"q": np.ones((8, 8))}}, "norm": np.ones(8)})
-    with pytest.raises(Mismatch, match="tensor 'l.0.qkv' is put together of 3 leaves, of which "):
-        ostraka.convert(tmp_path / "c", tmp_path / "out", to="safetensors", names=QKV_RULES)

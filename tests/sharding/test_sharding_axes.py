@@ -1,6 +1,6 @@
 """Meshes of both types of axes: what `init` makes trains, and so does what is restored of it."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from ostraka.sharding import (
     check,
     fsdp,
     init,
-    logical,
     make_mesh,
     picture,
     place,
@@ -100,6 +99,10 @@ def written() -> Written:
     return Written(nnx.Rngs(0))
 
 
+def warned(kind: str) -> AbstractContextManager[Any]:
+    return pytest.warns(ExplicitAxes) if kind == "explicit" else nullcontext()
+
+
 @nnx.jit
 def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
     loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
@@ -128,7 +131,7 @@ def restored_losses(path: str, cache_dir: str) -> dict[str, list[float]]:
 def restored_on(kind: str, path: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for way in ("like", "into", "no template"):
-        with pytest.warns(ExplicitAxes) if kind == "explicit" else nullcontext():
+        with warned(kind):
             model, optimizer = init(plain, mesh_of(kind), RULES["both"], MOMENTUM)
             batch = place(words(), mesh_of(kind), P("fsdp"), explicit=False)
         tree = {"model": model, "optimizer": optimizer}
@@ -145,13 +148,21 @@ def restored_on(kind: str, path: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize(
+    ("rules", "kind"),
+    [
+        ("fsdp", "explicit"),
+        ("tp", "auto"),
+        ("both", "explicit"),
+        ("both", "auto"),
+        ("patterns", "auto"),
+    ],
+)
 def test_a_plain_model_trains_after_init(kind: str, rules: str):
     mesh = mesh_of(kind)
-    with pytest.warns(ExplicitAxes) if kind == "explicit" else nullcontext():
+    with warned(kind):
         model, optimizer = init(plain, mesh, RULES[rules], MOMENTUM)
-    with pytest.warns(ExplicitAxes) if kind == "explicit" else nullcontext():
+    with warned(kind):
         batch = place(words(), mesh, P("fsdp"))
     losses = [float(train(model, optimizer, batch)) for _ in range(3)]
     assert losses[2] < losses[0]
@@ -171,7 +182,7 @@ def test_a_plain_model_trains_after_a_restore_in_a_new_process(
     kind: str, tmp_path: Path, compile_cache: str
 ):
     mesh = mesh_of(kind)
-    with pytest.warns(ExplicitAxes) if kind == "explicit" else nullcontext():
+    with warned(kind):
         model, optimizer = init(plain, mesh, RULES["both"], MOMENTUM)
         batch = place(words(), mesh, P("fsdp"))
     train(model, optimizer, batch)
@@ -188,7 +199,7 @@ def test_a_plain_model_trains_after_a_restore_in_a_new_process(
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_annotated_model_trains_after_init(kind: str):
     mesh = mesh_of(kind)
-    with pytest.warns(ExplicitAxes) if kind == "explicit" else nullcontext():
+    with warned(kind):
         model, optimizer = init(annotated, mesh, optimizer=MOMENTUM)
     assert model.kernel[...].sharding == NamedSharding(make_mesh(mesh), P("fsdp", "tp"))
     losses = [float(train(model, optimizer, jnp.asarray(words()))) for _ in range(3)]
@@ -265,26 +276,10 @@ def test_explicit_axes_stay_where_such_a_mesh_is_set():
         assert model.up.kernel[...].sharding.mesh == make_mesh(mesh)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["logical", "flax rules", "of the variable"])
-def test_logical_names_with_both_types_of_axes(kind: str, how: str):
-    names = (("embed", "fsdp"), ("mlp", "tp"))
-
-    class Named(nnx.Module):
-        def __init__(self, **metadata: Any):
-            self.up = nnx.Param(jnp.ones((8, 16)), out_sharding=("embed", "mlp"), **metadata)
-
-    rules = logical(names) if how == "logical" else None
-    metadata = {"sharding_rules": names} if how == "of the variable" else {}
-    with nnx.logical_axis_rules(names if how == "flax rules" else ()):
-        model = init(lambda: Named(**metadata), mesh_of(kind), rules, explicit=kind == "explicit")
-    assert model.up[...].sharding == NamedSharding(mesh_of(kind), P("fsdp", "tp"))
-
-
 def test_a_constraint_in_the_model_does_not_hinder_init():
     class Constrained(nnx.Module):
-        def __init__(self):
-            ones = jax.lax.with_sharding_constraint(jnp.ones((8, 16)), P("fsdp", "tp"))
+        def __init__(self, width: int = 16):  # a class without needs is a function, too
+            ones = jax.lax.with_sharding_constraint(jnp.ones((8, width)), P("fsdp", "tp"))
             self.w = nnx.Param(ones)
 
     model = init(Constrained, mesh_of("auto"), P("fsdp"))
@@ -347,26 +342,20 @@ def test_meshes_that_are_none(mesh: Any, error: type[Exception], message: str):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "axis"),
+    ("preset", "sizes", "axis"),
     [
-        ({"fsdp": 2, "data": 2}, "fsdp"),
-        ({"model": 2, "data": 2}, "data"),
-        ({"dp": 2, "tp": 2}, "dp"),
-        ({"x": 2}, "x"),
+        (fsdp, {"fsdp": 2, "data": 2}, "fsdp"),
+        (fsdp, {"model": 2, "data": 2}, "data"),
+        (fsdp, {"dp": 2, "tp": 2}, "dp"),
+        (fsdp, {"x": 2}, "x"),
+        (tensor_parallel, {"tp": 2, "model": 2}, "tp"),
+        (tensor_parallel, {"data": 2, "model": 2}, "model"),
+        (tensor_parallel, {"x": 2}, "x"),
     ],
 )
-def test_the_axis_of_fsdp(sizes: dict[str, int], axis: str):
-    assert spec_tree({"a": np.ones((64, 64))}, fsdp(), mesh=sizes) == {"a": P(axis, None)}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "axis"),
-    [({"tp": 2, "model": 2}, "tp"), ({"data": 2, "model": 2}, "model"), ({"x": 2}, "x")],
-)
-def test_the_axis_of_tensor_parallel(sizes: dict[str, int], axis: str):
-    assert spec_tree({"up": np.ones((4, 8))}, tensor_parallel(), mesh=sizes) == {
-        "up": P(None, axis)
-    }
+def test_the_axis_of_a_preset(preset: Any, sizes: dict[str, int], axis: str):
+    expected = P(axis, None) if preset is fsdp else P(None, axis)
+    assert spec_tree({"up": np.ones((64, 64))}, preset(), mesh=sizes) == {"up": expected}
 
 
 def test_an_axis_that_can_not_be_told():
@@ -398,27 +387,15 @@ def adamw() -> None:
         (plain, "adamw", r"optimizer is 'adamw', .*: give the transformation, such as optax.adamw"),
         (plain, adamw, r"optimizer is the function adamw, .*: call it, as in optax.adamw\(1e-3\)"),
         (plain, 1e-3, "optimizer is a float, and no optax transformation"),
+        ("made", None, "model_fn is a Plain that is made already: .* with sharding.place"),
+        (plain, "made", "optimizer is an nnx.Optimizer, .* that it is made of"),
     ],
-    ids=["class", "class of Flax", "word", "name", "function", "number"],
+    ids=["class", "class of Flax", "word", "name", "function", "number", "model", "optimizer"],
 )
 def test_arguments_of_init_that_are_wrong(model_fn: Any, optimizer: Any, message: str):
+    if model_fn == "made":
+        model_fn = plain()
+    if optimizer == "made":
+        optimizer = nnx.Optimizer(plain(), optax.adam(1e-3), wrt=nnx.Param)
     with pytest.raises(InvalidTree, match=message):
         init(model_fn, SIZES, fsdp(), optimizer)
-
-
-def test_a_model_or_an_optimizer_that_is_made_already():
-    model: Any = plain()
-    message = r"model_fn is a Plain that is made already: .* with sharding.place"
-    with pytest.raises(InvalidTree, match=message):
-        init(model, SIZES, fsdp())
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    with pytest.raises(InvalidTree, match=r"optimizer is an nnx.Optimizer, .* that it is made of"):
-        init(plain, SIZES, fsdp(), optimizer)
-
-
-def test_a_class_that_needs_nothing_is_a_function():
-    class Bare(nnx.Module):
-        def __init__(self, width: int = 8):
-            self.linear = nnx.Linear(width, width, rngs=nnx.Rngs(0))
-
-    assert init(Bare, SIZES, P("fsdp")).linear.bias[...].sharding.spec == P("fsdp")

@@ -6,8 +6,10 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from ostraka.sharding.leaves import ShapedLeaf, cut_as, follow, kept_dimensions
+from ostraka.sharding.specs import ArrayLeaf, array_leaf, follow_specs
 
 
 def leaf(path: str, *shape: int) -> ShapedLeaf:
@@ -15,19 +17,34 @@ def leaf(path: str, *shape: int) -> ShapedLeaf:
 
 
 @pytest.mark.parametrize(
-    ("path", "shape", "dimensions"),
+    ("path", "shape", "of", "dimensions"),
     [
-        ("mu", (4, 8), (0, 1)),
-        ("v_row", (4,), (0,)),
-        ("v_col", (8,), (1,)),
-        ("sum", (4, 1), (0, None)),
-        ("count", (), ()),
-        ("other", (5,), None),
-        ("other", (8, 4), None),
+        ("mu", (4, 8), (4, 8), (0, 1)),
+        ("v_row", (4,), (4, 8), (0,)),
+        ("v_col", (8,), (4, 8), (1,)),
+        ("sum", (4, 1), (4, 8), (0, None)),
+        ("count", (), (4, 8), ()),
+        ("other", (5,), (4, 8), None),
+        ("other", (8, 4), (4, 8), None),
+        ("v_row", (4, 6), (4, 6, 8), (0, 1)),
+        ("v_col", (6, 8), (4, 6, 8), (1, 2)),
+        ("x", (1, 6, 1), (4, 6, 8), (None, 1, None)),
+        ("x", (4, 6, 8, 1), (4, 6, 8), None),
     ],
 )
-def test_the_dimensions_that_are_kept(path: str, shape: tuple[int, ...], dimensions: object):
-    assert kept_dimensions(path, shape, (4, 8)) == dimensions
+def test_the_dimensions_that_are_kept(
+    path: str, shape: tuple[int, ...], of: tuple[int, ...], dimensions: object
+):
+    assert kept_dimensions(path, shape, of) == dimensions
+
+
+def test_what_follows_a_parameter():
+    def leaf(path: str, *shape: int) -> ArrayLeaf:
+        return array_leaf(path, shape, jax.ShapeDtypeStruct(shape, np.float32), None)
+
+    arrays = [leaf("mu/k", 4, 6, 8), leaf("x/k/2", 8), leaf("x/k", 4, 1, 8), leaf("count")]
+    found = follow_specs(arrays, [leaf("k", 4, 6, 8)], {"k": P("a", None, "b")})
+    assert found == {"mu/k": P("a", None, "b"), "x/k/2": P("b"), "x/k": P("a", None, "b")}
 
 
 def test_square_kernels_are_factored_as_optax_does():

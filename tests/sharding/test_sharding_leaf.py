@@ -6,13 +6,8 @@ from ostraka.sharding.leaves import ShapedLeaf, every_dimension, kernel_of, with
 
 
 def test_sizes():
-    assert (
-        ShapedLeaf("a", (3, 4), 2, False).elements,
-        ShapedLeaf("a", (3, 4), 2, False).nbytes,
-    ) == (
-        12,
-        24,
-    )
+    leaf = ShapedLeaf("a", (3, 4), 2, False)
+    assert (leaf.elements, leaf.nbytes) == (12, 24)
     assert ShapedLeaf("key", (3,), 4, True).nbytes == 0
 
 

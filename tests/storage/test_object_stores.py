@@ -235,8 +235,8 @@ def test_wrong_credentials(bucket: str, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (404, b"<html>nothing here</html>", "does not speak the API of S3; check the endpoint and the name"),
-        (405, b"", "the server at this endpoint does not speak the API of S3; check the endpoint"),
+        (404, b"<html>nothing here</html>", "does not speak the API of S3; check it"),
+        (405, b"", "the server at this endpoint does not speak the API of S3"),
         (407, b"", "a proxy on the way asks for credentials; check HTTP_PROXY"),
         (400, b"<Error><Code>InvalidBucketName</Code></Error>", "there is no such bucket"),
         (400, b"<Error><Code>ExpiredToken</Code></Error>", "the credentials have expired"),

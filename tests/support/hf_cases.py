@@ -73,63 +73,52 @@ def decoder_cases() -> dict[str, dict[str, Any]]:
     }
 
 
+def made(kind: str, sizes: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {**sizes, "model_type": kind, **fields}
+
+
 ODD: dict[str, dict[str, Any]] = {
-    "llama: keys as queries": {**SMALL, "model_type": "llama", "num_key_value_heads": None},
-    "phi3: keys as queries": {
-        **SMALL,
-        "model_type": "phi3",
-        "pad_token_id": 0,
-        "num_key_value_heads": None,
-    },
-    "qwen2: keys as queries": {**SMALL, "model_type": "qwen2", "num_key_value_heads": None},
-    "qwen3: keys as queries": {**SMALL, "model_type": "qwen3", "num_key_value_heads": None},
-    "olmo2: keys as queries": {**SMALL, "model_type": "olmo2", "num_key_value_heads": None},
-    "mistral: null head_dim": {**SMALL, "model_type": "mistral", "head_dim": None},
-    "mistral: heads that do not divide": {**SMALL, "model_type": "mistral", "hidden_size": 50},
-    "llama: scaled rotations": {
-        **SMALL,
-        "model_type": "llama",
-        "rope_theta": 500000.0,
-        "rope_scaling": {
+    "llama: keys as queries": made("llama", SMALL, num_key_value_heads=None),
+    "phi3: keys as queries": made("phi3", SMALL, num_key_value_heads=None, pad_token_id=0),
+    "qwen2: keys as queries": made("qwen2", SMALL, num_key_value_heads=None),
+    "qwen3: keys as queries": made("qwen3", SMALL, num_key_value_heads=None),
+    "olmo2: keys as queries": made("olmo2", SMALL, num_key_value_heads=None),
+    "mistral: null head_dim": made("mistral", SMALL, head_dim=None),
+    "mistral: heads that do not divide": made("mistral", SMALL, hidden_size=50),
+    "llama: scaled rotations": made(
+        "llama",
+        SMALL,
+        rope_theta=500000.0,
+        rope_scaling={
             "rope_type": "llama3",
             "factor": 8.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-    },
-    "phi3: long rotations": {
-        **SMALL,
-        "model_type": "phi3",
-        "pad_token_id": 0,
-        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-    },
-    "qwen2: sliding windows": {
-        **SMALL,
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "max_window_layers": 1,
-    },
-    "mixtral: local experts": {**SMALL, "model_type": "mixtral", "num_local_experts": 3},
-    "mixtral: experts by another name": {**SMALL, "model_type": "mixtral", "num_experts": 3},
-    "qwen3_moe: local experts": {**SMALL, "model_type": "qwen3_moe", "num_local_experts": 3},
-    "qwen2_moe: layers without experts": {
-        **SMALL,
+    ),
+    "phi3: long rotations": made(
+        "phi3",
+        SMALL,
+        pad_token_id=0,
+        rope_scaling={"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    ),
+    "qwen2: sliding windows": made("qwen2", SMALL, use_sliding_window=True, max_window_layers=1),
+    "mixtral: local experts": made("mixtral", SMALL, num_local_experts=3),
+    "mixtral: experts by another name": made("mixtral", SMALL, num_experts=3),
+    "qwen3_moe: local experts": made("qwen3_moe", SMALL, num_local_experts=3),
+    "qwen2_moe: layers without experts": made(
+        "qwen2_moe",
+        SMALL,
         **EXPERTS,
-        "model_type": "qwen2_moe",
-        "num_hidden_layers": 6,
-        "decoder_sparse_step": 2,
-        "mlp_only_layers": [3],
-        "shared_expert_intermediate_size": 36,
-    },
-    "qwen3_moe: layers without experts": {
-        **SMALL,
-        **EXPERTS,
-        "model_type": "qwen3_moe",
-        "mlp_only_layers": [0],
-    },
-    "qwen3_moe: no experts": {**WITHOUT_HIDDEN, "model_type": "qwen3_moe", "num_experts": 0},
-    "qwen2_moe: no experts": {**WITHOUT_HIDDEN, "model_type": "qwen2_moe", "num_experts": 0},
+        num_hidden_layers=6,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        shared_expert_intermediate_size=36,
+    ),
+    "qwen3_moe: layers without experts": made("qwen3_moe", SMALL, **EXPERTS, mlp_only_layers=[0]),
+    "qwen3_moe: no experts": made("qwen3_moe", WITHOUT_HIDDEN, num_experts=0),
+    "qwen2_moe: no experts": made("qwen2_moe", WITHOUT_HIDDEN, num_experts=0),
     "gemma3: defaults": {"model_type": "gemma3"},
     "gemma3: without a pooling head": {
         "model_type": "gemma3",
@@ -151,12 +140,7 @@ ODD: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 16,
     },
     "gpt2: defaults": {"model_type": "gpt2"},
-    "gpt2: n_inner, untied": {
-        **GPT2,
-        "model_type": "gpt2",
-        "n_inner": 100,
-        "tie_word_embeddings": False,
-    },
+    "gpt2: n_inner, untied": made("gpt2", GPT2, n_inner=100, tie_word_embeddings=False),
     "gpt2: other names": {
         "model_type": "gpt2",
         "hidden_size": 48,
@@ -164,21 +148,16 @@ ODD: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "max_position_embeddings": 40,
     },
-    "gpt2: attention across": {
-        **GPT2,
-        "model_type": "gpt2",
-        "n_inner": None,
-        "add_cross_attention": True,
-    },
+    "gpt2: attention across": made("gpt2", GPT2, n_inner=None, add_cross_attention=True),
     "gpt_neox: defaults": {"model_type": "gpt_neox"},
-    "gpt_neox: small": {**SMALL, "model_type": "gpt_neox", "rotary_pct": 1.0},
-    "gpt_neox: no biases, tied": {
-        **SMALL,
-        "model_type": "gpt_neox",
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "use_parallel_residual": False,
-    },
+    "gpt_neox: small": made("gpt_neox", SMALL, rotary_pct=1.0),
+    "gpt_neox: no biases, tied": made(
+        "gpt_neox",
+        SMALL,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        use_parallel_residual=False,
+    ),
 }
 
 CASES: dict[str, dict[str, Any]] = {

@@ -1,11 +1,16 @@
 """A Python that has torch and transformers: that of .venv-torch, or of OSTRAKA_HF_PYTHON."""
 
+import json
 import os
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 TORCH_PYTHON = Path(__file__).parents[2] / ".venv-torch" / "bin" / "python"
 
@@ -29,3 +34,42 @@ def transformers_python() -> str:
             "`make torch` does that, or OSTRAKA_HF_PYTHON names another Python that has it"
         )
     return python
+
+
+PROGRAM = Path(__file__).parent / "hf_logits.py"
+
+
+def write_models(root: Path, configs: dict[str, Any], *options: str) -> Path:
+    """Have `save_pretrained` write directories, and logits unless an option says no."""
+    subprocess.run(
+        [transformers_python(), PROGRAM, root, *options],
+        input=json.dumps(configs),
+        text=True,
+        check=True,
+        capture_output=True,
+    )
+    return root
+
+
+def assert_transformers_loads(directory: Path, as_in: Path) -> None:
+    """All of a directory, for the same logits."""
+    for name in ("config.json", "tokens.npy"):
+        if not (directory / name).exists():
+            (directory / name).write_bytes((as_in / name).read_bytes())
+    done = subprocess.run(
+        [transformers_python(), PROGRAM, directory, "--load"],
+        text=True,
+        check=True,
+        capture_output=True,
+    )
+    assert json.loads(done.stdout) == []
+    np.testing.assert_array_equal(np.load(directory / "logits.npy"), np.load(as_in / "logits.npy"))
+
+
+def assert_logits(model: Any, directory: Path) -> None:
+    """A model of NNX has the logits that `transformers` had."""
+    tokens = jnp.asarray(np.load(directory / "tokens.npy"))
+    logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
+    wanted = np.load(directory / "logits.npy")
+    assert wanted.std() > 0.5
+    np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)

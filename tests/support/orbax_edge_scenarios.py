@@ -17,13 +17,16 @@ from absl.testing import absltest
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from orbax_scenarios import mesh, same, scenario, tree
+from orbax_scenarios import manager_of, mesh, same, save_steps, saved, scenario, tree
 
 
-@scenario("merge_trees, intersect_trees", "plain Python")
+@scenario("transform_utils.merge_trees, intersect_trees, tree.to_flat_dict", "plain Python")
 def trees_with_empty_nodes(ocp: Any, d: Path) -> None:
-    """empty nodes count for nothing; without a target lists become dicts"""
+    """empty nodes count for nothing, without a target lists become dicts; shapes, flat dicts"""
     merge, intersect = ocp.transform_utils.merge_trees, ocp.transform_utils.intersect_trees
+    one, two = {"a": 1, "b": {"c": 2}}, {"b": {"c": 3}, "d": 4}
+    assert intersect(one, two) == {"b": {"c": 3}}
+    assert merge(one, two) == {"a": 1, "b": {"c": 3}, "d": 4}
     for empty in ({}, None, []):
         assert merge({"a": 1}, empty) == {"a": 1}
         assert merge(empty, {"a": 1}) == {"a": 1}
@@ -34,13 +37,22 @@ def trees_with_empty_nodes(ocp: Any, d: Path) -> None:
     assert intersect({"a": None}, {"a": 1}) == {}
     assert merge([1, 2], [3]) == {"0": 3, "1": 2}
     assert merge({"a": 1}, {"b": 2}, target={"a": 0, "b": 0}) == {"a": 1, "b": 2}
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree())
+    assert (shapes["w"].shape, shapes["w"].dtype) == ((2, 3), jnp.float32)
+    nested = {"a": {"b": 1, "c": [2, 3]}}
+    flat = ocp.tree.to_flat_dict(nested, sep="/")
+    assert flat == {"a/b": 1, "a/c/0": 2, "a/c/1": 3}
+    assert ocp.tree.from_flat_dict(flat, target=nested, sep="/") == nested
+    assert ocp.tree.serialize_tree({"a": (1, 2)}, keep_empty_nodes=True) == {"a": [1, 2]}
 
 
-@scenario("apply_transformations(default_to_original=)", "plain Python")
-def transformations_and_their_defaults(ocp: Any, d: Path) -> None:
-    """`use_fallback` takes the tree that is not the default; keys only in the new tree stay"""
+@scenario("apply_transformations, transform_utils", "rename=, or plain Python")
+def transformations(ocp: Any, d: Path) -> None:
+    """keys are regular expressions; `use_fallback` takes the tree that is not the default"""
     original, fallback = {"a": 1, "b": 2, "c": {"d": 3}}, ocp.Transform(use_fallback=True)
     apply = ocp.apply_transformations
+    renamed = {r"n(.*)": ocp.Transform(original_key=r"c/\1")}
+    assert apply(original, renamed, {"a": 0, "nd": 0}) == {"a": 1, "nd": 3}
     assert apply(original, {"a": fallback}, {"a": 10, "b": 20}) == {"a": 10, "b": 2}
     assert apply(original, {"a": fallback}, {"a": 10, "b": 20}, False) == {"a": 1, "b": 20}
     with pytest.raises(ValueError, match="use_fallback"):
@@ -50,19 +62,8 @@ def transformations_and_their_defaults(ocp: Any, d: Path) -> None:
     assert apply(original, {}, {}) == {}
     subtree = {"n": ocp.Transform(original_key="c")}
     assert apply(original, subtree, {"n": {"d": 0}}) == {"n": {"d": 0}}
-
-
-@scenario("Transform(multi_value_fn=)", "plain Python")
-def transformations_of_several_values(ocp: Any, d: Path) -> None:
-    """`multi_value_fn` gets the key and the original tree"""
-
-    def total(key: str, tree: Any) -> Any:
-        return key, tree["a"] + tree["b"]
-
-    found = ocp.apply_transformations(
-        {"a": 1, "b": 2}, {r"(.*)": ocp.Transform(multi_value_fn=total)}, {"x": {"y": 0}}
-    )
-    assert found == {"x": {"y": ("x/y", 3)}}
+    several = {r"(.*)": ocp.Transform(multi_value_fn=lambda key, of: (key, of["a"] + of["b"]))}
+    assert apply(original, several, {"x": {"y": 0}}) == {"x": {"y": ("x/y", 3)}}
 
 
 @scenario("RestoreTransform", "rename=, or plain Python")
@@ -109,9 +110,9 @@ def restores_with_transforms(ocp: Any, d: Path) -> None:
             restore({"z": zeros}, {"z": lacking(multi_value_fn=total)})
 
 
-@scenario("v1.load(path, v1.metadata(path))", "ostraka.restore(path)")
+@scenario("v1.metadata, pytree_metadata, checkpointables_metadata", "ostraka.open(path)")
 def v1_loads_what_metadata_says(ocp: Any, d: Path) -> None:
-    """numpy stays numpy, with all its bits; numbers, texts, keys and shardings stay, too"""
+    """a template that keeps numpy and all bits, numbers, texts, keys, shardings"""
     v1 = ocp.v1
     where = NamedSharding(mesh(), PartitionSpec("x"))
     state = {
@@ -122,10 +123,16 @@ def v1_loads_what_metadata_says(ocp: Any, d: Path) -> None:
         "float": 0.5,
         "text": "t",
     }
-    v1.save(d / "a", state)
+    v1.save(d / "a", state, custom_metadata={"x": 1})
     about = v1.metadata(d / "a")
     assert (about.metadata["wide"].shape, about.metadata["wide"].dtype) == ((2,), np.int64)
     assert about.metadata["jax"].sharding == where
+    assert about.custom_metadata == {"x": 1}
+    assert set(v1.checkpointables_metadata(d / "a").metadata) == {"state"}
+    assert v1.pytree_metadata(d / "a").metadata["wide"].shape == (2,)
+    for module in (v1, ocp):
+        outline = module.arrays.to_shape_dtype_struct(jnp.ones((2, 3)))
+        assert (outline.shape, outline.dtype) == ((2, 3), jnp.float32)
     assert {k: v for k, v in about.metadata.items() if k in ("int", "float", "text")} == {
         "int": 0,
         "float": 0.0,
@@ -140,26 +147,12 @@ def v1_loads_what_metadata_says(ocp: Any, d: Path) -> None:
     assert jnp.issubdtype(found["key"].dtype, jax.dtypes.prng_key)
 
 
-@scenario("construct_restore_args(metadata)", "numpy arrays in like=")
-def restore_args_of_metadata(ocp: Any, d: Path) -> None:
-    """what `metadata` says of a leaf becomes args that restore it as it was saved"""
-    checkpointer = ocp.PyTreeCheckpointer()
-    state = {"wide": np.array([2**40, 3]), "int": 5, "jax": jnp.ones(2)}
-    checkpointer.save(d / "a", state)
-    about = checkpointer.metadata(d / "a").item_metadata.tree
-    args = ocp.checkpoint_utils.construct_restore_args(about)
-    kinds = [args[name].restore_type for name in ("wide", "int", "jax")]
-    assert kinds == [np.ndarray, int, jax.Array]
-    same(checkpointer.restore(d / "a", item=about, restore_args=args), state)
-
-
 @scenario("RestoreArgs(restore_type=type(x))", "like=")
 def restore_types(ocp: Any, d: Path) -> None:
     """`type(x)` of an array is `jax.Array`, with its sharding; other types are refused"""
     where = NamedSharding(mesh(), PartitionSpec("x"))
     x = jax.device_put(jnp.arange(4.0), where)
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpointer.save(d / "a", {"x": x})
+    checkpointer = saved(ocp, d / "a", {"x": x})
     for args in (
         ocp.RestoreArgs(restore_type=type(x)),
         ocp.ArrayRestoreArgs(restore_type=type(x), sharding=where),
@@ -203,36 +196,43 @@ def casts_under_a_mesh(ocp: Any, d: Path) -> None:
     assert [found[f"{n}"].sharding for n in range(3)] == where
 
 
-@scenario("checkpoint_utils.wait_for_new_checkpoint", "manager.watch(newest_only=True)")
+@scenario(
+    "checkpoint_utils.checkpoints_iterator, wait_for_new_checkpoint",
+    "manager.watch(newest_only=True)",
+)
 def waits_for_a_checkpoint(ocp: Any, d: Path) -> None:
-    """a context that gives the newest step from `until_step` on, or -1 after the timeout"""
-    wait = ocp.checkpoint_utils.wait_for_new_checkpoint
-    with wait(epath.Path(d / "m"), timeout=0) as step:
+    """the newest step, then newer ones; from `until_step` on, or -1; `timeout`, `timeout_fn`"""
+    wait, iterate = (
+        ocp.checkpoint_utils.wait_for_new_checkpoint,
+        ocp.checkpoint_utils.checkpoints_iterator,
+    )
+    root = epath.Path(d / "m")
+    with wait(root, timeout=0) as step:
         assert step == -1
+    assert list(iterate(d / "none", timeout=0.1)) == []
     asked: list[int] = []
 
     def is_over() -> bool:
         asked.append(1)
         return len(asked) > 1
 
-    with ocp.CheckpointManager(d / "m") as manager:
-        for number in (0, 5):
-            manager.save(number, args=ocp.args.StandardSave({"a": np.ones(2)}))
-        manager.wait_until_finished()
-        with wait(epath.Path(d / "m")) as step:
+    with manager_of(ocp, d / "m", enable_async_checkpointing=False) as manager:
+        save_steps(ocp, manager, [0, 5])
+        with wait(root) as step:
             assert step == 5
-            assert manager.restore(step)["a"].shape == (2,)
-        with wait(epath.Path(d / "m"), until_step=5, timeout=0) as step:
+            assert manager.restore(step)["s"].shape == (2,)
+        with wait(root, until_step=5, timeout=0) as step:
             assert step == 5
-        with wait(
-            epath.Path(d / "m"),
-            until_step=6,
-            timeout=0,
-            timeout_fn=is_over,
-            seconds_to_sleep=0,
-        ) as step:
+        last = {"timeout": 0, "timeout_fn": is_over, "seconds_to_sleep": 0}
+        with wait(root, until_step=6, **last) as step:
             assert step == -1
-    assert len(asked) == 2
+        assert len(asked) == 2
+        seen: list[int] = []
+        for step in iterate(d / "m", timeout=0.1, timeout_fn=lambda: len(seen) == 2):
+            if not seen:
+                save_steps(ocp, manager, [6])
+            seen.append(step)
+        assert seen == [5, 6]
 
 
 @scenario("EveryNSteps, EveryNStepsClosest, LatestDuration, BestN", "keep_every=, when=")
@@ -321,78 +321,54 @@ def handlers_that_save_in_the_background(ocp: Any, d: Path) -> None:
             found = super().restore(directory, *args, **kwargs)
             return {"found": found}
 
-    class Noting(ocp.PyTreeCheckpointHandler):
-        """Has a file of its own beside the tree."""
-
-        async def async_save(self, directory: Any, args: Any) -> Any:
-            futures = await super().async_save(directory, args=args)
-            for _ in range(1000):  # Orbax makes the directory in the background.
-                if directory.exists():
-                    break
-                await asyncio.sleep(0.01)
-            (directory / "note.txt").write_text("kept")
-            return futures
-
-        def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().restore(directory, *args, **kwargs), (directory / "note.txt").read_text()
-
-    twice = jax.tree.map(lambda x: x * 2, tree())
-    for kind, expected in ((Doubling, {"found": twice}), (Noting, (tree(), "kept"))):
-        save_args: Any = type("Save", (ocp.args.PyTreeSave,), {})
-        restore_args: Any = type("Restore", (ocp.args.PyTreeRestore,), {})
-        ocp.args.register_with_handler(kind, for_save=True)(save_args)
-        ocp.args.register_with_handler(kind, for_restore=True)(restore_args)
-        with ocp.AsyncCheckpointer(kind()) as checkpointer:
-            checkpointer.save(d / "x" / kind.__name__, args=save_args(tree()))
-            checkpointer.wait_until_finished()
-            found = checkpointer.restore(d / "x" / kind.__name__, args=restore_args())
-            same(found, expected)
-        if kind is Doubling:  # the directory of a step may not be there yet, in Orbax
-            with ocp.CheckpointManager(d / kind.__name__, item_handlers=kind()) as manager:
-                manager.save(0, args=save_args(tree()))
-                manager.wait_until_finished()
-                same(manager.restore(0, args=restore_args()), expected)
+    expected = {"found": jax.tree.map(lambda x: x * 2, tree())}
+    save_args: Any = type("Save", (ocp.args.PyTreeSave,), {})
+    restore_args: Any = type("Restore", (ocp.args.PyTreeRestore,), {})
+    ocp.args.register_with_handler(Doubling, for_save=True)(save_args)
+    ocp.args.register_with_handler(Doubling, for_restore=True)(restore_args)
+    with ocp.AsyncCheckpointer(Doubling()) as checkpointer:
+        checkpointer.save(d / "x", args=save_args(tree()))
+        checkpointer.wait_until_finished()
+        same(checkpointer.restore(d / "x", args=restore_args()), expected)
+    with ocp.CheckpointManager(d / "m", item_handlers=Doubling()) as manager:
+        manager.save(0, args=save_args(tree()))
+        manager.wait_until_finished()
+        same(manager.restore(0, args=restore_args()), expected)
 
 
-@scenario("Json, Array and RandomKey handlers by position", "values in the tree")
+@scenario("args.ArraySave, NumpyRandomKeySave, JaxRandomKeySave, their handlers", "in the tree")
 def handlers_by_position(ocp: Any, d: Path) -> None:
     """names of files are taken by position, and mean nothing to us"""
-    made = {
-        "json": (ocp.JsonCheckpointHandler("x.json"), ocp.args.JsonSave({"a": [1]})),
-        "array": (ocp.ArrayCheckpointHandler("x"), ocp.args.ArraySave(np.arange(3))),
-        "numpy": (
-            ocp.NumpyRandomKeyCheckpointHandler("x"),
-            ocp.args.NumpyRandomKeySave(np.random.get_state()),
-        ),
-        "jax": (
-            ocp.JaxRandomKeyCheckpointHandler("x"),
-            ocp.args.JaxRandomKeySave(jax.random.key(3)),
-        ),
-        "tree": (ocp.PyTreeCheckpointHandler("x"), ocp.args.PyTreeSave(tree())),
+    args, state = ocp.args, np.random.RandomState(3).get_state()
+    key = jax.random.key(3)
+    made: Any = {
+        "json": (ocp.JsonCheckpointHandler("x.json"), args.JsonSave({"a": [1]})),
+        "array": (ocp.ArrayCheckpointHandler("x"), args.ArraySave(jnp.arange(3))),
+        "numpy": (ocp.NumpyRandomKeyCheckpointHandler("x"), args.NumpyRandomKeySave(state)),
+        "jax": (ocp.JaxRandomKeyCheckpointHandler("x"), args.JaxRandomKeySave(key)),
+        "tree": (ocp.PyTreeCheckpointHandler("x"), args.PyTreeSave(tree())),
     }
     handlers = {name: handler for name, (handler, _) in made.items()}
     with ocp.CheckpointManager(d / "m", item_handlers=handlers) as manager:
-        manager.save(0, args=ocp.args.Composite(**{k: args for k, (_, args) in made.items()}))
+        manager.save(0, args=args.Composite(**{name: save for name, (_, save) in made.items()}))
         manager.wait_until_finished()
         wanted = {
-            "json": ocp.args.JsonRestore(),
-            "array": ocp.args.ArrayRestore(),
-            "numpy": ocp.args.NumpyRandomKeyRestore(),
-            "jax": ocp.args.JaxRandomKeyRestore(None),
-            "tree": ocp.args.PyTreeRestore(),
+            "json": args.JsonRestore(),
+            "array": args.ArrayRestore(),
+            "numpy": args.NumpyRandomKeyRestore(),
+            "jax": args.JaxRandomKeyRestore(None),
+            "tree": args.PyTreeRestore(),
         }
-        found = manager.restore(0, args=ocp.args.Composite(**wanted))
-    assert found.json == {"a": [1]}
-    np.testing.assert_array_equal(found.array, np.arange(3))
-    state: Any = np.random.get_state()
-    np.testing.assert_array_equal(found.numpy[1], state[1])
-    assert found.jax == jax.random.key(3)
+        found = manager.restore(0, args=args.Composite(**wanted))
+    assert (found.json, found.jax) == ({"a": [1]}, key)
+    same(found.array, jnp.arange(3))
+    same(list(found.numpy), list(state))
     same(found.tree, tree())
 
 
-@scenario("grain.checkpoint.CheckpointSave, subclassed", "the iterator in the tree")
+@scenario("grain.checkpoint.CheckpointSave, CheckpointRestore", "the iterator in the tree")
 def grain_args_of_ones_own(ocp: Any, d: Path) -> None:
-    """args that subclass Grain's are registered with a handler of one's own, as MaxText does it"""
+    """Grain's own args, and a subclass of them with a handler of one's own, as MaxText does it"""
     import grain.python as grain
 
     class Handler(grain.PyGrainCheckpointHandler):
@@ -427,12 +403,20 @@ def grain_args_of_ones_own(ocp: Any, d: Path) -> None:
         manager.save(0, args=both)
         manager.wait_until_finished()
         found = manager.restore(0, args=ocp.args.Composite(data=Restore(make())))
-    assert next(found.data) == 3
+        assert next(found.data) == 3
+    with ocp.CheckpointManager(d / "n") as manager:
+        manager.save(0, args=ocp.args.Composite(data=grain.PyGrainCheckpointSave(data)))
+        manager.wait_until_finished()
+        wanted = ocp.args.Composite(data=grain.PyGrainCheckpointRestore(make()))
+        assert next(manager.restore(0, args=wanted).data) == 3
 
 
 @scenario("multihost", "jax.distributed")
 def questions_about_processes(ocp: Any, d: Path) -> None:
-    """what Keras and MaxText ask about processes, with one process"""
+    """which process this is, waiting for others; what Keras and MaxText ask"""
+    assert ocp.multihost.process_index() == 0
+    assert ocp.multihost.is_primary_host(0)
+    ocp.multihost.sync_global_processes("here")
     multihost = importlib.import_module(f"{ocp.__name__}._src.multihost.multihost")
     assert not multihost.is_jax_distributed_client_initialized()
     with pytest.raises(ValueError, match=r"jax\.distributed\.initialize"):
@@ -447,20 +431,6 @@ def questions_about_processes(ocp: Any, d: Path) -> None:
     assert multihost.process_index_from_device(jax.devices()[1]) == 0
     assert multihost.coordination_timeout() == 300
     assert multihost.global_max([3, 1]) == [3, 1]
-
-
-@scenario("metadata.get_step_metadata", "ostraka.open(path).metadata")
-def metadata_of_a_step(ocp: Any, d: Path) -> None:
-    """what a step says of itself; ValueError where there is none"""
-    with ocp.CheckpointManager(d / "m") as manager:
-        args = ocp.args.StandardSave({"a": np.ones(2)})
-        manager.save(3, args=args, custom_metadata={"by": "me"})
-        manager.wait_until_finished()
-    found = ocp.metadata.get_step_metadata(d / "m" / "3")
-    assert found.custom_metadata == {"by": "me"}
-    assert found.commit_timestamp_nsecs > 10**18
-    with pytest.raises(ValueError, match="not found"):
-        ocp.metadata.get_step_metadata(d / "m" / "4")
 
 
 @scenario("CheckpointManager(logger=)", "on_record=")
@@ -486,36 +456,42 @@ def loggers(ocp: Any, d: Path) -> None:
     assert found[1]["checkpoint_manager_duration_secs"] > 0
 
 
-@scenario("type_handlers.ScalarHandler, subclassed", "an object with get_state and set_state")
-def type_handlers_that_subclass(ocp: Any, d: Path) -> None:
-    """a built-in type handler that is subclassed saves a type of one's own"""
+@scenario("type_handlers.register_type_handler, TypeHandler, ScalarHandler", "get_state, set_state")
+def own_types(ocp: Any, d: Path) -> None:
+    """a leaf of a type of one's own, by a handler of one's own or a subclass of a built-in one"""
 
     class Word:
         def __init__(self, text: str):
             self.text = text
 
-    class Handler(ocp.type_handlers.ScalarHandler):
-        def typestr(self) -> str:
-            return "Word"
+    for base in (ocp.type_handlers.TypeHandler, ocp.type_handlers.ScalarHandler):
 
-        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-            for value, info in zip(values, infos, strict=True):
-                (info.parent_dir / f"{info.name}.txt").write_text(value.text)
-            return []
+        class Handler(base):
+            def typestr(self) -> str:
+                return "Word"
 
-        async def deserialize(self, infos: Any, args: Any = None) -> Any:
-            return [Word((info.parent_dir / f"{info.name}.txt").read_text()) for info in infos]
+            async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+                for value, info in zip(values, infos, strict=True):
+                    (info.parent_dir / f"{info.name}.txt").write_text(value.text)
+                return []
 
-        async def metadata(self, infos: Any) -> Any:
-            return [None] * len(infos)
+            async def deserialize(self, infos: Any, args: Any = None) -> Any:
+                return [Word((info.parent_dir / f"{info.name}.txt").read_text()) for info in infos]
 
-    with ocp.test_utils.global_type_handler_registry_context():
-        ocp.type_handlers.register_type_handler(Word, Handler(), override=True)
-        checkpointer = ocp.PyTreeCheckpointer()
-        checkpointer.save(d / "a", {"word": Word("hello"), "x": jnp.ones(2)})
-        found = checkpointer.restore(d / "a")
-    assert found["word"].text == "hello"
-    np.testing.assert_array_equal(found["x"], np.ones(2))
+            async def metadata(self, infos: Any) -> Any:
+                return [None] * len(infos)
+
+        with ocp.test_utils.global_type_handler_registry_context():
+            ocp.type_handlers.register_type_handler(Word, Handler(), override=True)
+            path = d / base.__name__
+            checkpointer = saved(ocp, path, {"word": Word("hello"), "x": jnp.ones(2)})
+            args = {"word": ocp.RestoreArgs(restore_type=Word), "x": ocp.RestoreArgs()}
+            for found in (
+                checkpointer.restore(path),
+                checkpointer.restore(path, restore_args=args),
+            ):
+                assert found["word"].text == "hello"
+                np.testing.assert_array_equal(found["x"], np.ones(2))
 
 
 @scenario("type_handlers, utils, step: small questions", "none")
@@ -557,7 +533,12 @@ def small_questions(ocp: Any, d: Path) -> None:
 
 @scenario("test_utils", "none")
 def helpers_of_tests(ocp: Any, d: Path) -> None:
-    """trees over devices, and what an interrupted save leaves behind"""
+    """trees over devices, empty directories, and what an interrupted save leaves behind"""
+    (d / "x").mkdir()
+    (d / "x" / "file").write_text("a")
+    made = ocp.test_utils.erase_and_create_empty(d / "x")
+    assert list((d / "x").iterdir()) == []
+    assert (made / "y").name == "y"
     utils, case = ocp.test_utils, absltest.TestCase()
     plain = utils.setup_pytree(add=2)
     assert plain["c"]["e"].shape == (4, 4)

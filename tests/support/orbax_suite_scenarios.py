@@ -8,30 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax
-import jax.numpy as jnp
-import pytest
-
 from orbax_scenarios import same, scenario, tree
-
-
-@scenario("ArrayRestoreArgs, item of another shape", "none: shapes must agree")
-def item_asks_for_no_shape(ocp: Any, d: Path) -> None:
-    """with `transforms`, or `strict=False`, the shape and dtype of the item are not asked for"""
-    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-    checkpointer.save(d / "a", {"w": jnp.ones((4, 2))})
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = {"w": jnp.zeros((2, 3), jnp.bfloat16)}
-    exact = {"w": ocp.ArrayRestoreArgs(sharding=where)}
-    with pytest.raises(ValueError, match="not compatible with the stored"):
-        checkpointer.restore(d / "a", item=like, restore_args=exact)
-    loose = {"w": ocp.ArrayRestoreArgs(sharding=where, strict=False)}
-    for how in ({"restore_args": exact, "transforms": {}}, {"restore_args": loose}):
-        found = checkpointer.restore(d / "a", item=like, **how)["w"]
-        assert (found.shape, found.dtype) == ((4, 2), jnp.float32)
-    cut = {"w": ocp.ArrayRestoreArgs(sharding=where, global_shape=(2, 3), strict=False)}
-    found = checkpointer.restore(d / "a", item=like, restore_args=cut)["w"]
-    assert (found.shape, found.dtype) == ((2, 3), jnp.float32)
 
 
 @scenario("subclasses of CheckpointManager: what they override", "wrap ostraka.Manager")
@@ -71,17 +48,6 @@ def managers_that_override_private_methods(ocp: Any, d: Path) -> None:
         manager.save(6, args=ocp.args.StandardSave(tree()))
         manager.save(8, args=ocp.args.StandardSave(tree()))
     assert sorted(ocp.utils.checkpoint_steps(d / "m")) == [2, 6, 8]
-
-
-@scenario("v1.options.DeletionOptions", "none: steps are deleted")
-def v1_deletion_options(ocp: Any, d: Path) -> None:
-    """a context has options about deletion, and a copy of it has them too"""
-    v1 = ocp.v1
-    context = v1.Context()
-    assert context.deletion.gcs_deletion_options.todelete_full_path is None
-    gcs = v1.options.DeletionOptions.GcsDeletionOptions(todelete_full_path="trash")
-    context = v1.Context(deletion_options=v1.options.DeletionOptions(gcs_deletion_options=gcs))
-    assert v1.Context(context).deletion.gcs_deletion_options.todelete_full_path == "trash"
 
 
 @scenario("AbstractCheckpointManager, emergency managers", "mirror=")

@@ -10,74 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import save_file
 
-from orbax_scenarios import abstract, same, scenario, tree
+from orbax_scenarios import abstract, same, saved, saved_standard, scenario, tree
 
 
-@scenario("metadata as restore_args", "numpy arrays in like=")
-def metadata_becomes_restore_args(ocp: Any, d: Path) -> None:
-    """`jax.tree.map` over what `metadata` gives makes `restore_args`, as Brax does it"""
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpointer.save(d / "a", ({"mean": jnp.ones(2)}, {"kernel": jnp.zeros((2, 3))}))
-    found = checkpointer.metadata(d / "a").item_metadata
-    args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
-    restored = checkpointer.restore(d / "a", ocp.args.PyTreeRestore(restore_args=args), item=None)
-    assert isinstance(restored, list)
-    assert isinstance(restored[0]["mean"], np.ndarray)
-    assert restored[1]["kernel"].shape == (2, 3)
-
-
-@scenario("Transform, keys that are new", "rename=, strict=False")
-def transforms_keep_new_keys(ocp: Any, d: Path) -> None:
-    """with `transforms`, a key that is only in the item keeps its value there"""
-    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-    checkpointer.save(d / "a", {"a": np.arange(4), "b": np.arange(2)})
-    restored = checkpointer.restore(
-        d / "a",
-        args=ocp.args.PyTreeRestore(
-            item={"c": ..., "d": np.arange(8)},
-            restore_args={"c": ocp.RestoreArgs(restore_type=np.ndarray)},
-            transforms={"c": ocp.Transform(original_key="a")},
-        ),
-    )
-    same(restored, {"c": np.arange(4), "d": np.arange(8)})
-
-
-@scenario("args.Composite, an item that is None", "one dict")
-def items_that_are_left_out(ocp: Any, d: Path) -> None:
-    """an item that a step leaves out comes back as None"""
-    with ocp.CheckpointManager(d / "m") as manager:
-        both = {"state": ocp.args.StandardSave(tree()), "extra": ocp.args.JsonSave({"x": 1})}
-        manager.save(0, args=ocp.args.Composite(**both))
-        manager.save(1, args=ocp.args.Composite(**{**both, "extra": None}))
-        manager.wait_until_finished()
-        assert manager.restore(0).extra == {"x": 1}
-        assert manager.restore(1).extra is None
-    with ocp.CheckpointManager(d / "n", item_names=("state", "extra")) as manager:
-        manager.save(0, args=ocp.args.Composite(**both))
-        manager.save(1, args=ocp.args.Composite(state=both["state"]))
-        manager.wait_until_finished()
-        assert list(manager.restore(0)) == ["extra", "state"]
-        assert list(manager.restore(1)) == ["state"]
-
-
-@scenario("v1.training.Checkpointer.save_async", "manager.save(step, tree)")
-def v1_skipped_save(ocp: Any, d: Path) -> None:
-    """a save that the policy skips is False, and None in the background"""
-    v1 = ocp.v1
-    policy = v1.training.save_decision_policies.FixedIntervalPolicy(10)
-    with v1.training.Checkpointer(d / "m", save_decision_policy=policy) as checkpointer:
-        assert checkpointer.save(0, tree()) is True
-        assert checkpointer.save(1, tree()) is False
-        assert checkpointer.save_async(2, tree()) is None
-        assert checkpointer.save_checkpointables_async(3, {"state": tree()}) is None
-        assert checkpointer.save_async(10, tree()).result() is True
-
-
-@scenario("v1.Context, options that are set later", "arguments of the calls")
-def v1_context_is_changed(ocp: Any, d: Path) -> None:
-    """a copy of a context is changed; inside it, it counts more than that of the checkpointer"""
+@scenario("v1.Context, v1.options", "arguments of the calls")
+def v1_context(ocp: Any, d: Path) -> None:
+    """options for the calls inside; a copy is changed, and counts more than the checkpointer's"""
     v1 = ocp.v1
     context = v1.Context()
     context.asynchronous.timeout_secs = 100
@@ -85,11 +26,17 @@ def v1_context_is_changed(ocp: Any, d: Path) -> None:
     partial.pytree.loading.partial_load = True
     assert partial.asynchronous.timeout_secs == 100
     assert not context.pytree.loading.partial_load
+    loading = v1.options.PyTreeOptions(loading=v1.options.PyTreeOptions.Loading(partial_load=True))
     with v1.training.Checkpointer(d / "m", context=context) as checkpointer:
         checkpointer.save(1, tree())
-        with partial:
-            found = checkpointer.load(1, {"w": abstract()["w"]})
-    same(found, {"w": tree()["w"]})
+        for other in (partial, v1.Context(pytree_options=loading)):
+            with other:
+                found = checkpointer.load(1, {"w": abstract()["w"]})
+            same(found, {"w": tree()["w"]})
+    assert context.deletion.gcs_deletion_options.todelete_full_path is None
+    gcs = v1.options.DeletionOptions.GcsDeletionOptions(todelete_full_path="trash")
+    context = v1.Context(deletion_options=v1.options.DeletionOptions(gcs_deletion_options=gcs))
+    assert v1.Context(context).deletion.gcs_deletion_options.todelete_full_path == "trash"
 
 
 @scenario("v1.options.ArrayOptions.Saving", "ostraka.save(dtype=)")
@@ -115,32 +62,6 @@ def v1_dtypes_by_leaf(ocp: Any, d: Path) -> None:
     assert (found["w"].dtype, found["b"].dtype) == (jnp.float32, jnp.float16)
 
 
-@scenario("v1.metadata, arrays.to_shape_dtype_struct", "ostraka.open(path)")
-def v1_metadata(ocp: Any, d: Path) -> None:
-    """what `metadata` gives is what is to be loaded; arrays become shapes"""
-    v1 = ocp.v1
-    v1.save(d / "a", {"w": jnp.ones((2, 3))})
-    found = v1.metadata(d / "a")
-    assert found.metadata["w"].shape == (2, 3)
-    same(v1.load(d / "a", found), {"w": jnp.ones((2, 3))})
-    outline = v1.arrays.to_shape_dtype_struct(jnp.ones((2, 3)))
-    assert (outline.shape, outline.dtype) == ((2, 3), jnp.float32)
-    assert ocp.arrays.to_shape_dtype_struct(jnp.ones(2)).shape == (2,)
-
-
-@scenario("experimental.v1, pathways, path.atomicity", "import ostraka")
-def more_import_forms(ocp: Any, d: Path) -> None:
-    """modules that programs import and hardly use"""
-    assert importlib.import_module(f"{ocp.__name__}.experimental.v1").load is ocp.v1.load
-    impl = ocp.pathways.CheckpointingImpl
-    assert impl.from_options(use_persistence_array_handler=False) is impl.NO_DISPATCHER
-    atomicity = ocp.path.atomicity
-    options = ocp.CheckpointManagerOptions(temporary_path_class=atomicity.CommitFileTemporaryPath)
-    with ocp.CheckpointManager(d / "m", options=options) as manager:
-        assert manager.save(1, args=ocp.args.StandardSave(tree()))
-    assert ocp.__version__ == "0.12.8"
-
-
 @scenario("utils.fully_replicated_host_local_array_to_global_array", "not needed")
 def host_local_arrays(ocp: Any, d: Path) -> None:
     """an array that each device has becomes one over all devices"""
@@ -152,99 +73,36 @@ def host_local_arrays(ocp: Any, d: Path) -> None:
     np.testing.assert_array_equal(found, np.arange(3.0))
 
 
-def same_key(found: Any, key: Any) -> bool:
-    return found.dtype == key.dtype and bool((found == key).all())
+def same_key(found: Any, key: Any) -> None:
+    assert found.dtype == key.dtype
+    assert (found == key).all()
 
 
-@scenario("PRNG keys in a template", "the key in the tree")
+@scenario("PRNG keys", "the key in the tree")
 def prng_keys_in_a_template(ocp: Any, d: Path) -> None:
     """templates have keys, abstract keys, or the shape of their numbers; numpy gets the numbers"""
     key = jax.random.key(3)
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    checkpointer = ocp.StandardCheckpointer()
-    checkpointer.save(d / "a", {"k": key, "w": jnp.ones(1)})
-    checkpointer.wait_until_finished()
-    outline = jax.ShapeDtypeStruct(
-        (), key.dtype, sharding=jax.sharding.NamedSharding(one_device(), jax.P())
-    )
+    checkpointer = saved_standard(ocp, d / "a", {"k": key, "w": jnp.ones(1)})
+    here = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec())
+    single = SingleDeviceSharding(jax.devices()[0])
     for like in (
         jax.random.key(0),
         jax.ShapeDtypeStruct((), key.dtype),
-        outline,
-        jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=where),
+        jax.ShapeDtypeStruct((), key.dtype, sharding=here),
+        jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=single),
     ):
-        found = checkpointer.restore(d / "a", {"k": like, "w": jnp.zeros(1)})
-        assert same_key(found["k"], key)
+        same_key(checkpointer.restore(d / "a", {"k": like, "w": jnp.zeros(1)})["k"], key)
     with pytest.raises(ValueError, match="key|scalar"):
         checkpointer.restore(d / "a", {"k": 1.5, "w": jnp.zeros(1)})
 
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpointer.save(d / "b", {"k": key})
+    checkpointer = saved(ocp, d / "b", {"k": key})
+    same_key(checkpointer.restore(d / "b")["k"], key)
     args = ocp.checkpoint_utils.construct_restore_args({"k": jax.random.key(0)})
     found = checkpointer.restore(d / "b", item={"k": jax.random.key(0)}, restore_args=args)
-    assert same_key(found["k"], key)
+    same_key(found["k"], key)
     numbers = {"k": ocp.RestoreArgs(restore_type=np.ndarray)}
     found = checkpointer.restore(d / "b", restore_args=numbers)["k"]
-    assert isinstance(found, np.ndarray)
-    assert found.tolist() == jax.random.key_data(key).tolist()
-
-
-def one_device() -> Any:
-    return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
-
-
-@scenario("construct_restore_args, no shardings", "numpy arrays in like=")
-def restore_args_without_shardings(ocp: Any, d: Path) -> None:
-    """abstract arrays without a sharding come back as numpy arrays, of their dtype"""
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpointer.save(d / "a", {"w": jnp.ones((2, 3)), "b": np.ones(2), "n": 3})
-    like = {
-        "w": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16),
-        "b": jax.ShapeDtypeStruct((2,), jnp.float32),
-        "n": jax.ShapeDtypeStruct((), jnp.int32),
-    }
-    args = ocp.checkpoint_utils.construct_restore_args(like)
-    assert {a.restore_type for a in args.values()} == {np.ndarray}
-    assert not any(isinstance(a, ocp.ArrayRestoreArgs) for a in args.values())
-    found = checkpointer.restore(d / "a", item=like, restore_args=args)
-    assert all(isinstance(a, np.ndarray) for a in found.values())
-    assert {name: a.dtype for name, a in found.items()} == {n: a.dtype for n, a in like.items()}
-
-
-@scenario("ArrayRestoreArgs(sharding=), item=", "shardings in like=")
-def item_completes_restore_args(ocp: Any, d: Path) -> None:
-    """what ArrayRestoreArgs leave open, dtype and shape, is that of the item"""
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpointer.save(d / "a", {"w": jnp.ones((2, 3))})
-    where = jax.sharding.NamedSharding(one_device(), jax.P())
-    args = {"w": ocp.ArrayRestoreArgs(sharding=where)}
-    like = {"w": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}
-    found = checkpointer.restore(d / "a", item=like, restore_args=args)["w"]
-    assert (found.dtype, found.sharding) == (jnp.bfloat16, where)
-    for other in (jax.ShapeDtypeStruct((2, 4), jnp.float32), jnp.ones((2, 4)), np.ones((2, 4))):
-        with pytest.raises(ValueError, match="not compatible with the stored"):
-            checkpointer.restore(d / "a", item={"w": other}, restore_args=args)
-    wide = {"w": ocp.ArrayRestoreArgs(sharding=where, dtype=np.float64)}
-    assert checkpointer.restore(d / "a", restore_args=wide)["w"].dtype == jnp.float32
-    number = {"w": ocp.RestoreArgs(restore_type=int)}
-    with pytest.raises(ValueError, match="int|scalar|size 1"):
-        checkpointer.restore(d / "a", restore_args=number)
-
-
-@scenario("StandardRestore, numpy and numbers", "numpy arrays in like=")
-def abstract_arrays_for_numpy(ocp: Any, d: Path) -> None:
-    """what was no JAX array comes back as numpy, if the template does not say where it goes"""
-    checkpointer = ocp.StandardCheckpointer()
-    checkpointer.save(d / "a", {"b": np.ones(2), "n": 3, "w": jnp.ones(2)})
-    checkpointer.wait_until_finished()
-    like = {
-        "b": jax.ShapeDtypeStruct((2,), jnp.float32),
-        "n": jax.ShapeDtypeStruct((), jnp.int32),
-        "w": jax.ShapeDtypeStruct((2,), jnp.float32),
-    }
-    found = checkpointer.restore(d / "a", like)
-    assert [isinstance(found[name], np.ndarray) for name in "bnw"] == [True, True, False]
-    assert [found[name].dtype for name in "bnw"] == [jnp.float32, jnp.int32, jnp.float32]
+    same(found, np.asarray(jax.random.key_data(key)))
 
 
 @scenario("v1.options.CheckpointLayout.SAFETENSORS", "ostraka.restore(path)")
@@ -285,65 +143,3 @@ def v1_safetensors(ocp: Any, d: Path) -> None:
         with pytest.raises(NotImplementedError, match="[Ss]aving"):
             v1.save(d / "new", {"a": np.ones(2)})
     assert not (d / "new").exists()
-
-
-@scenario("_src, experimental.emergency", "import ostraka")
-def private_modules(ocp: Any, d: Path) -> None:
-    """private modules that MaxText, Tunix and Gemma import are there"""
-
-    def module(name: str) -> Any:
-        return importlib.import_module(f"{ocp.__name__}.{name}")
-
-    policies = module("_src.checkpoint_managers.save_decision_policy")
-    options = ocp.CheckpointManagerOptions(
-        save_decision_policy=policies.FixedIntervalPolicy(2),
-        preservation_policy=module("_src.checkpoint_managers.preservation_policy").LatestN(1),
-    )
-    with ocp.CheckpointManager(d / "m", options=options) as manager:
-        for step in range(5):
-            manager.save(step, args=ocp.args.StandardSave(tree()))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [4]
-        assert ocp.args.Composite(a=1)._items == {"a": 1}
-        for name in ("checkpoint_manager", "replicator_checkpoint_manager"):
-            emergency = module(f"experimental.emergency.{name}")
-            kind = "ReplicatorCheckpointManager" if "repl" in name else "CheckpointManager"
-            assert not isinstance(manager, getattr(emergency, kind))
-    assert module("_src.path.step").build_step_path(d, ocp.path.step.standard_name_format(), 7)
-    assert module("_src.multihost.multihost").process_index() == 0
-    handlers = module("_src.serialization.jax_array_handlers")
-    assert handlers.ArrayHandler is ocp.type_handlers.ArrayHandler
-    assert module("_src.metadata.value").ArrayMetadata
-    assert module("_src.handlers.json_checkpoint_handler").JsonCheckpointHandler
-
-
-@scenario("partial_restore=, v1's partial_load", "only=, strict=False")
-def partial_trees_that_differ(ocp: Any, d: Path) -> None:
-    """a leaf where a tree was saved, and the other way round, raises TypeError"""
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpointer.save(d / "a", {"x": jnp.ones(2), "y": {"z": jnp.ones(2)}})
-    leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
-    for like in ({"x": leaf, "y": leaf}, {"x": {"a": leaf}}):
-        args = ocp.args.PyTreeRestore(like, partial_restore=True)
-        with pytest.raises(TypeError, match="Type mismatch at"):
-            checkpointer.restore(d / "a", args=args)
-    args = ocp.args.PyTreeRestore({"y": {"z": leaf}, "new": leaf}, partial_restore=True)
-    found = checkpointer.restore(d / "a", args=args)
-    assert found["new"] is leaf
-    same(found["y"], {"z": jnp.ones(2)})
-
-
-@scenario("v1.load_checkpointables, trees that differ", "ostraka.restore: Mismatch")
-def v1_checkpointables_that_differ(ocp: Any, d: Path) -> None:
-    """a template that does not fit raises KeyError, which Tunix catches; `load` ValueError"""
-    v1 = ocp.v1
-    v1.save_checkpointables(d / "a", {"m": {"x": jnp.ones(2)}})
-    leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
-    other = jax.ShapeDtypeStruct((3,), jnp.float32)
-    for like in ({"x": leaf, "y": leaf}, {}, {"x": {"z": leaf}}, [leaf], {"x": other}):
-        with pytest.raises(KeyError, match="checkpointable"):
-            v1.load_checkpointables(d / "a", {"m": like})
-    with pytest.raises(KeyError, match="not found"):
-        v1.load_checkpointables(d / "a", {"no such": {"x": leaf}})
-    with pytest.raises(ValueError, match="do not match"):
-        v1.load(d / "a", {"x": leaf, "y": leaf}, checkpointable_name="m")

@@ -47,8 +47,7 @@ _KNOWN = (
     (
         "404 Not Found|405 Method Not Allowed|ETag Header missing|invalid list response",
         errno.EPROTO,
-        "the server at this endpoint does not speak the API of {kind}; check the endpoint and the "
-        "name of the bucket",
+        "the server at this endpoint does not speak the API of {kind}; check it, and the bucket",
     ),
     (
         "407 Proxy",
