@@ -361,7 +361,9 @@ def test_what_is_not_supported_says_so_by_name(module: str):
     import importlib
 
     found = importlib.import_module(f"ostraka.compat.orbax{module}")
-    with pytest.raises(AttributeError, match="no 'NoSuchThing'.*docs/migrating.md"):
+    with pytest.raises(
+        AttributeError, match="no 'NoSuchThing'.*docs/maintainers/orbax-scenarios.md"
+    ):
         _ = found.NoSuchThing
 
 

@@ -433,7 +433,7 @@ def test_findings_of_the_check_are_part_of_the_plan():
 
 
 def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]):
-    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "explanation" / "planner.md").read_text("utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    exec(compile(block, "docs/planner.md", "exec"), {})
+    exec(compile(block, "docs/explanation/planner.md", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) == 9

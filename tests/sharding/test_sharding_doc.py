@@ -1,4 +1,4 @@
-"""docs/sharding.md keeps its word."""
+"""docs/howto/sharding.md keeps its word."""
 
 from pathlib import Path
 
@@ -11,4 +11,4 @@ def test_every_block_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    assert run_blocks("docs/sharding.md", capsys) == (9, 2)
+    assert run_blocks("docs/howto/sharding.md", capsys) == (9, 2)
