@@ -22,7 +22,7 @@ COLOURS = {
 }
 YARDSTICK = "orbax"
 """What the picture compares with, as it is when nobody sets anything."""
-PAGE = Path("docs/performance.md")
+PAGE = Path("docs/explanation/performance.md")
 TABLE_BEGINS = "<!-- bench-table -->"
 TABLE_ENDS = "<!-- /bench-table -->"
 BAR_INCHES = 0.15

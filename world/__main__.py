@@ -14,7 +14,7 @@ from world.case import Case, group_names, load_group
 from world.runner import ROOT, failures, run_groups
 from world.table import failure_lines, markdown_table, plain_table, put_between_marks, summary
 
-_DOCUMENT = ROOT / "docs" / "world.md"
+_DOCUMENT = ROOT / "docs" / "maintainers" / "world.md"
 _printing = threading.Lock()
 
 
@@ -52,7 +52,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="groups at a time (2)")
     parser.add_argument("--scratch", help="a new folder for checkpoints; what passes is removed")
     parser.add_argument(
-        "--write-docs", action="store_true", help="put the table into docs/world.md"
+        "--write-docs", action="store_true", help="put the table into docs/maintainers/world.md"
     )
     parser.add_argument(
         "--skip-missing", action="store_true", help="groups that can't be imported are no failure"

@@ -1,4 +1,4 @@
-"""The rows as a table, for a terminal and for docs/world.md."""
+"""The rows as a table, for a terminal and for docs/maintainers/world.md."""
 
 from __future__ import annotations
 

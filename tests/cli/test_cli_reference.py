@@ -4,9 +4,9 @@ from pathlib import Path
 
 from cli_reference import reference
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 
 def test_the_reference_is_up_to_date():
-    # To write it anew: python tests/support/cli_reference.py > docs/cli.md
+    # To write it anew: python tests/support/cli_reference.py > docs/reference/cli.md
     assert DOCUMENT.read_text("utf-8") == reference()

@@ -29,7 +29,7 @@ from ostraka.compat.orbax._pytree import read_as_saved, read_standard
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quiet")]
 
 LIBRARIES = [orbax.checkpoint, ostraka.compat.orbax]
-DOC = Path(__file__).parents[2] / "docs" / "migrating.md"
+DOC = Path(__file__).parents[2] / "docs" / "maintainers" / "orbax-scenarios.md"
 DATA = Path(__file__).parents[1] / "data"
 KEY = jax.random.key(3)
 

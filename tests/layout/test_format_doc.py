@@ -1,4 +1,4 @@
-"""docs/format.md is enough to read a checkpoint: here is a reader made from it alone.
+"""docs/reference/format.md is enough to read a checkpoint: here is a reader made from it alone.
 
 The reader, down to the line, uses numpy, json, xxhash and zstandard, and nothing of Ostraka. Dtypes
 that numpy lacks come out as their bits, bfloat16 as uint16 and float8 as uint8; int4 comes out as
@@ -92,7 +92,7 @@ def decompress(stored: bytes, size: int) -> bytes:
 
 
 class Reader:
-    """A checkpoint, read as docs/format.md says."""
+    """A checkpoint, read as docs/reference/format.md says."""
 
     def __init__(self, path: Path):
         data = (path / "_METADATA").read_bytes()
@@ -851,7 +851,7 @@ def test_the_examples_of_the_field():
 def test_the_example_of_groups():
     data = np.array([1, 2, -3], np.float32).tobytes()
     groups = [data[place::4].hex(" ") for place in range(4)]
-    text = (Path(__file__).parents[2] / "docs" / "format.md").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "format.md").read_text("utf-8")
     assert ", ".join(f"`{group}`" for group in groups) in text
 
 
@@ -922,6 +922,6 @@ def test_the_document_has_every_dtype():
     from ostraka.common.dtypes import DTYPES
 
     assert {name: (dtype.bits, dtype.code) for name, dtype in DTYPES.items()} == BITS_AND_CODE
-    text = (Path(__file__).parents[2] / "docs" / "format.md").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "format.md").read_text("utf-8")
     words = {*BITS_AND_CODE, *(code for _, code in BITS_AND_CODE.values())}
     assert [word for word in words if f"`{word}`" not in text] == []

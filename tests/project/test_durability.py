@@ -1,4 +1,4 @@
-"""What docs/durability.md promises has tests, and quotes what was really counted."""
+"""What docs/maintainers/durability.md promises has tests, and quotes what was really counted."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import figures
 from figures import QUOTED_IN, RESULTS, TABLE, FiguresPlugin, load, quote, table
 
 TESTS = {file.stem: file for file in Path(__file__).parents[1].rglob("test_*.py")}
-PAGE = Path(__file__).parents[2] / "docs" / "durability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "maintainers" / "durability.md"
 
 
 def functions_in(file: Path) -> set[str]:

@@ -27,13 +27,17 @@ from programs import run_quietly
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
-GUIDE = (ROOT / "docs/guide.md").read_text("utf-8")
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-GUIDES = [
-    *("docs/convert.md", "docs/evaluating.md", "docs/finetuning.md", "docs/from-orbax.md"),
-    *("docs/huggingface.md", "docs/lora.md", "docs/migrating.md"),
+GUIDE = (ROOT / "docs/start/guide.md").read_text("utf-8")
+PAGES = [
+    "README.md",
+    *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")),
 ]
-TOGETHER = "docs/evaluating.md"
+GUIDES = [
+    *("docs/howto/convert-and-merge.md", "docs/howto/evaluate.md", "docs/howto/finetune.md"),
+    *("docs/howto/hugging-face.md", "docs/howto/lora.md"),
+    *("docs/from/orbax.md", "docs/maintainers/orbax-scenarios.md"),
+]
+TOGETHER = "docs/howto/evaluate.md"
 """Its programs run at the same time, in a test of their own."""
 PROGRAM_TIMEOUT_S = 400
 
@@ -158,7 +162,7 @@ def test_python_blocks_run_in_order(
         assert len(run_quietly(RESTORE_AND_JIT, copies).splitlines()) == copied
     for block in find_blocks(page, "text") if printed else []:
         assert block.text in printed, f"{block} is not what a block printed: {printed}"
-    if page in ("README.md", "docs/guide.md", *GUIDES):
+    if page in ("README.md", "docs/start/guide.md", *GUIDES):
         assert printed
         assert copied >= len(known) > 0
 
@@ -197,7 +201,7 @@ def test_python_blocks_show_what_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
 ):
     monkeypatch.chdir(tmp_path)
-    exec(find_blocks("docs/guide.md", "python")[0].text, vars(module))
+    exec(find_blocks("docs/start/guide.md", "python")[0].text, vars(module))
     made = vars(module)
     assert list(made["params"]) == ["params"]
     assert made["as_saved"].keys() == made["state"].keys()
@@ -266,9 +270,18 @@ def test_the_readme_fits_on_two_screens():
     assert len(README.splitlines()) <= 120
 
 
-def test_every_page_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\((docs/[^)#\s]+\.md)", README))
-    assert linked == set(PAGES) - {"README.md"}
+def test_every_page_is_reached_by_links_from_the_readme():
+    reached = {"README.md"}
+    to_read = ["README.md"]
+    while to_read:
+        page = ROOT / to_read.pop()
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text("utf-8")):
+            linked = (page.parent / target).resolve()
+            name = linked.relative_to(ROOT).as_posix() if linked.is_relative_to(ROOT) else ""
+            if name in PAGES and name not in reached:
+                reached.add(name)
+                to_read.append(name)
+    assert reached == set(PAGES)
 
 
 def anchors_of(text: str) -> set[str]:

@@ -8,7 +8,7 @@ from ostraka.cli import main
 
 _HEAD = """# The command
 
-<!-- Made by `python tests/support/cli_reference.py > docs/cli.md`; a test compares. -->
+<!-- Made by `python tests/support/cli_reference.py > docs/reference/cli.md`; a test compares. -->
 
 Every command that prints data prints it as JSON with `--json`. Results go to stdout, an error is
 one line on stderr, and `-v` adds its traceback. Progress bars appear on a terminal only. Colours
@@ -19,7 +19,7 @@ _WIDTH = 90
 
 
 def reference() -> str:
-    """All of `docs/cli.md`."""
+    """All of `docs/reference/cli.md`."""
     root = click.Context(main, info_name="ostraka", terminal_width=_WIDTH)
     parts = [_HEAD, _section("ostraka", root)]
     for name in main.list_commands(root):

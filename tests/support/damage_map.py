@@ -86,7 +86,7 @@ def read_boxes(file: Path) -> list[StoredBox]:
         assert data[start:stop] == bytes(tensor["data"])
         shown = codecs.get(leaf) or {**places[leaf], "shape": tensor["shape"]}
         shape, begins = tuple(shown["shape"]), tuple(shown["saved_offsets"])
-        if begins and begins[0] >= 10**14:  # for PyTorch's reader, see docs/format.md
+        if begins and begins[0] >= 10**14:  # for PyTorch's reader, see docs/reference/format.md
             begins = (begins[0] - 10**14, *begins[1:])
         count = 1
         for extent in shape:

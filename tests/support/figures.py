@@ -24,7 +24,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "soak.json"
 TABLE = RESULTS.with_suffix(".md")
-QUOTED_IN = {ROOT / "README.md": True, ROOT / "docs" / "durability.md": False}
+QUOTED_IN = {ROOT / "README.md": True, ROOT / "docs" / "maintainers" / "durability.md": False}
 """And whether in brief."""
 BEGIN = "<!-- figures of make soak: written by tests/support/figures.py -->"
 END = "<!-- end of figures -->"

@@ -1,7 +1,8 @@
 """What code does with Orbax, written once: run against Orbax itself and against our drop-in.
 
 Each scenario is a function of the library and an empty directory. `names` are those of Orbax that
-it is about, `ours` what the same is in calls of our own; docs/migrating.md has them as a table.
+it is about, `ours` what the same is in calls of our own. The page
+docs/maintainers/orbax-scenarios.md has them as a table.
 """
 
 # ruff: noqa: PT011 - the messages of the two libraries differ, the kinds of errors do not

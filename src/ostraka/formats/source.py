@@ -56,7 +56,7 @@ class Saved:
     id: str
     """Differs between any two saves."""
     tree: Any
-    """The tree as JSON, as docs/format.md describes."""
+    """The tree as JSON, as docs/reference/format.md describes."""
     leaves: tuple[LeafSpec, ...]
     """The arrays. The tree refers to them by number."""
     meshes: tuple[MeshSpec, ...] = ()

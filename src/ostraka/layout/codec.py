@@ -2,7 +2,7 @@
 
 A codec groups the bytes of a block by their place in the element: all first bytes, all second
 bytes, and so on. In floats only the groups with sign and exponent compress. So each group is
-either compressed with zstd or stored raw. docs/format.md has the encoding.
+either compressed with zstd or stored raw. docs/reference/format.md has the encoding.
 """
 
 from __future__ import annotations

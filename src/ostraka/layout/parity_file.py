@@ -1,4 +1,4 @@
-"""Parity files as docs/format.md has them: names, headers, and their field in `_METADATA`. Pure.
+"""Parity files: names, headers, and their field in `_METADATA`, as docs/reference/format.md. Pure.
 
 A parity file is a safetensors file of bytes: the parity of its group, copies of some process
 indexes, and last the digests of everything before. `_METADATA` has the digest of these digests. So

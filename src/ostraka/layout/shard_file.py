@@ -1,8 +1,8 @@
 """The on-disk format: the contents of shard files, process indexes, digests. Bytes and data.
 
-docs/format.md says the same in prose. Nothing here touches a file, a device or the clock. The
-contents and offsets of a shard file follow from the leaves and layouts alone. So a writer, a reader
-and a planner agree without asking each other.
+docs/reference/format.md says the same in prose. Nothing here touches a file, a device or the clock.
+The contents and offsets of a shard file follow from the leaves and layouts alone. So a writer, a
+reader and a planner agree without asking each other.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _from_aws_files(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def _discard_uploads(bucket: Any, prefix: str) -> None:
-    """Only for S3, by boto3, since obstore has no verb for it. docs/stores.md has the others."""
+    """Only for S3, by boto3: obstore has no verb for it. docs/howto/buckets.md has the others."""
     if not isinstance(bucket, S3Store):
         return
     try:

@@ -32,7 +32,7 @@ BranchKind = (
     Literal["dict", "ordered_dict", "defaultdict", "state", "list", "tuple"]
     | Literal["namedtuple", "dataclass", "node", "nnx", "variable"]
 )
-"""The containers that docs/format.md lists."""
+"""The containers that docs/reference/format.md lists."""
 
 
 @dataclass(frozen=True, slots=True)
