@@ -536,7 +536,7 @@ def test_the_command(path: Path, made: Path):
     planned = run("--from", str(made), "--dry-run", "--json")
     assert planned.exit_code == 0
     assert "large" in json.loads(planned.output)["mended"][0]["leaves"]
-    mended = run("--from", str(made.parent / "c"))
+    mended = run("--from", str(made.parent / "c"), "--yes")
     assert "1 file mended" in mended.output
     assert str(made) in mended.output
     assert contents(path) == contents(made)
@@ -561,8 +561,8 @@ def test_a_directory_of_steps(tmp_path: Path, tree: Any):
         shard(tmp_path / "runs" / str(step), 2).unlink()
     arguments = ["repair", str(tmp_path / "runs")]
     said = json.loads(CliRunner().invoke(main, [*arguments, "--dry-run", "--json"]).output)
-    assert [len(report["mended"]) for report in said] == [1, 0, 1]
-    result = CliRunner().invoke(main, arguments)
+    assert [len(report["mended"]) for report in said["checkpoints"]] == [1, 0, 1]
+    result = CliRunner().invoke(main, [*arguments, "--yes"])
     assert result.exit_code == 0, result.output
     assert result.output.count("1 file mended") == 2
     assert {f: f.read_bytes() for f in before} == before

@@ -143,7 +143,7 @@ def test_the_commands_in_memory():
     assert all(step["bytes"] for step in listed["steps"])
     assert run("ls", root, "--verify").stdout.count("intact") == 3
     assert run("rm", root, 1, "--yes").exit_code == 0
-    result = run("gc", root)
+    result = run("gc", root, "--dry-run")
     assert "shards-0123456789abcdef" in result.stdout
     assert "7 B" in result.stdout
     assert run("gc", root, "--yes").exit_code == 0

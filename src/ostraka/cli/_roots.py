@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from ostraka.cli._output import Table, human_number, human_size, json_number
-from ostraka.errors import CheckpointNotFound, printable
+from ostraka.errors import CheckpointNotFound, Problem, printable
 from ostraka.formats import is_orbax, open_source
+from ostraka.formats.ostraka.damage import MISSING, other_size
 from ostraka.formats.safetensors.files import has_safetensors
 from ostraka.layout import shard_file
 from ostraka.layout.file_names import possible_steps
@@ -57,6 +58,36 @@ def file_bytes(root: Root, step: Step) -> int | None:
     return sum(file.nbytes for file in source.files())
 
 
+def lost_files(root: Root, step: Step) -> tuple[Problem, ...]:
+    """The files of a step that a listing lacks, or has in another size. No shard is read."""
+    if step.is_foreign or step.problems or step.nbytes is None:
+        return ()
+    store = root.at(step.names[0])
+    try:
+        if sum(file.size for file in store.files("shards-") if is_shard(file.name)) == step.nbytes:
+            return ()
+        # Shards are lost, or those of another save are beside them.
+        source = open_source(store)
+        sizes = {file.name: file.size for file in store.files("")}
+        lost = [file for file in source.files() if sizes.get(file.name) != file.nbytes]
+        if not lost or not source.is_current():
+            return ()  # It was replaced or deleted meanwhile.
+    except (OSError, ValueError):
+        return ()
+    return tuple(
+        Problem(
+            file.name,
+            other_size(sizes[file.name], file.nbytes) if file.name in sizes else MISSING,
+        )
+        for file in lost
+    )
+
+
+def is_shard(name: str) -> bool:
+    """True for the name of a file with arrays or parity in a checkpoint."""
+    return name.endswith(".safetensors")
+
+
 def is_forbidden(root: Root, step: Step) -> bool:
     """True if a step may be intact, but this user or this version can't read it."""
     if step.unsupported is not None:
@@ -95,5 +126,5 @@ def removal_lines(
         "",
         *table.lines(),
         "",
-        total if removed else f"{total}; nothing is removed without --yes",
+        total if removed else f"{total}; nothing was removed",
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -11,9 +11,10 @@ import click
 from ostraka import integrity
 from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED
-from ostraka.cli._output import Table, echo, echo_json, echo_lines, progress, shorten
+from ostraka.cli._output import Table, echo, echo_json, echo_lines, human_size, progress, shorten
 from ostraka.cli._roots import checkpoints_at
 from ostraka.errors import count_of, printable
+from ostraka.manager.steps import PIN_NAME
 
 _MOST_LINES = 20
 """Problems listed for one checkpoint. With --json you get all."""
@@ -36,7 +37,7 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
     With --no-read only sizes are compared, and in a bucket whether each object is the one that the
     save uploaded. That detects lost, truncated and replaced files, but no bit rot.
 
-    With --json, one checkpoint is an object, several are a list of them.
+    With --json, several checkpoints are a list under the key checkpoints.
 
     \b
     Examples:
@@ -51,14 +52,16 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
         report = check(place, read=not no_read)
         reports.append(report)
         if not as_json:
-            echo(click.style(printable(str(report)), fg="red" if report.problems else "green"))
+            echo(
+                click.style(printable(_in_a_line(report)), fg="red" if report.problems else "green")
+            )
             _echo_indented([problem.explain() for problem in report.problems])
             _echo_indented([f"note: {note}" for note in report.notes])
     damaged = sum(bool(report.problems) for report in reports)
     if as_json:
         documents = [_describe(report) for report in reports]
         single = len(path) == len(documents) == 1 and places[0] == path[0]
-        echo_json(documents[0] if single else documents)
+        echo_json(documents[0] if single else {"ok": not damaged, "checkpoints": documents})
     elif len(reports) > 1:
         if damaged:
             echo_lines(["", *_table(reports), ""])
@@ -70,7 +73,14 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
 def check(path: str, *, read: bool = True) -> integrity.VerifyReport:
     """Verify one checkpoint, with a bar on a terminal."""
     with progress(f"verifying {path}") as bar:
-        return integrity.verify(path, raises=False, read=read, on_bytes=bar)
+        report = integrity.verify(path, raises=False, read=read, on_bytes=bar)
+    # The file of a pin belongs to the step, though not to the checkpoint.
+    return replace(report, notes=tuple(note for note in report.notes if note.file != PIN_NAME))
+
+
+def _in_a_line(report: integrity.VerifyReport) -> str:
+    """The result, with the size as the command prints all sizes."""
+    return str(report).replace(f"{report.bytes_read:,} bytes", human_size(report.bytes_read))
 
 
 def _echo_indented(texts: Sequence[str]) -> None:
