@@ -48,7 +48,11 @@ def answer(text: str, *arguments: str) -> tuple[int, str]:
     """The exit code and the screen of a command on a terminal where somebody types."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments], stdin=slave, stdout=slave, stderr=slave
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "NO_COLOR": "1"},
     )
     os.close(slave)
     os.write(master, text.encode())
@@ -94,11 +98,13 @@ def test_yes_does_it(root: Path, command: str):
 def test_on_a_terminal_it_asks(root: Path, command: str, text: str):
     before = files(root)
     code, shown = answer(text, *words(command, root))
-    assert code == 0
+    # A damaged checkpoint that is left as it is, is a damaged checkpoint.
+    assert code == (1 if (command, text) == ("repair", "n\n") else 0)
     asked = CASES[command][1].format(root=root)
     assert f"{asked[0].upper()}{asked[1:]}? [y/N]" in shown
     assert CASES[command][2].format(root=root) in shown
     assert (files(root) != before) is (text == "y\n")
+    assert (shown.splitlines()[-1].startswith("nothing was ")) is (text == "n\n")
 
 
 @pytest.mark.parametrize("command", CASES)

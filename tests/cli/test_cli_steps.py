@@ -223,7 +223,7 @@ def test_rm_only_shows_with_dry_run(root: Path):
     assert result.exit_code == 0
     assert result.stdout.startswith(f"would go from {root}\n")
     assert "step_00000200" in result.stdout
-    assert "; nothing was removed" in result.stdout
+    assert result.stdout.endswith("\nnothing was removed\n")
     assert names(root) == before
 
 
@@ -307,7 +307,7 @@ def test_gc_only_shows_with_dry_run(root: Path):
     assert result.exit_code == 0
     assert result.stdout.startswith(f"would go from {root}\n")
     assert f"step_00000400  {LEFT}  2.0 KiB  nothing" in result.stdout
-    assert "; nothing was removed" in result.stdout
+    assert result.stdout.endswith("\nnothing was removed\n")
     assert left.exists()
 
 

@@ -8,7 +8,7 @@ import click
 
 from ostraka.cli._arguments import json_option, path_argument
 from ostraka.cli._confirm import Consent, consent_options
-from ostraka.cli._output import Table, echo_json, echo_lines, human_size
+from ostraka.cli._output import Table, echo, echo_json, echo_lines, human_size
 from ostraka.cli._roots import removal_lines
 from ostraka.errors import (
     Busy,
@@ -96,7 +96,10 @@ def gc(root: str, dry_run: bool, yes: bool, as_json: bool) -> None:
         }
         echo_json(document)
     else:
-        echo_lines(_lines(location, findings, leases, removed=removed))
+        if removed or dry_run or not findings.leftovers:  # Else they stand above the question.
+            echo_lines(_lines(location, findings, leases, removed=removed))
+        if findings.leftovers and not removed:
+            echo("nothing was removed")
     if findings.refusals:
         raise findings.refusals[0]
 

@@ -8,7 +8,7 @@ from ostraka import integrity
 from ostraka.cli._arguments import json_option, path_argument, repeated
 from ostraka.cli._confirm import Consent, consent_options
 from ostraka.cli._errors import DAMAGED
-from ostraka.cli._output import echo_json, echo_lines, progress
+from ostraka.cli._output import echo, echo_json, echo_lines, progress
 from ostraka.cli._roots import checkpoints_at
 from ostraka.errors import count_of, printable
 
@@ -60,6 +60,9 @@ def repair(
         lines = [line for report in reports for line in _lines(report)]
         if consent.ask(f"rewrite {count_of(files, 'file')} in {path}", lines):
             reports = [_repair(place, sources, dry_run=False) for place in places]
+        elif not as_json:
+            echo("nothing was written")
+            context.exit(DAMAGED)
     if as_json:
         documents = [report.describe() for report in reports]
         is_ok = all(report.ok for report in reports)

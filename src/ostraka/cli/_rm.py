@@ -9,7 +9,7 @@ import click
 
 from ostraka.cli._arguments import complete_steps, flag, json_option, parsed, path_argument
 from ostraka.cli._confirm import Consent, consent_options
-from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size
+from ostraka.cli._output import Table, echo, echo_json, echo_lines, human_age, human_size
 from ostraka.cli._roots import file_bytes, open_root, removal_lines
 from ostraka.errors import count_of
 from ostraka.layout.file_names import step_of
@@ -82,7 +82,10 @@ def rm(
         ]
         echo_json({"root": place.location, "removed": removed, "steps": entries})
         return
-    echo_lines(lines(removed=removed))
+    if removed or dry_run:  # Else the lines stand above the question.
+        echo_lines(lines(removed=removed))
+    if not removed:
+        echo("nothing was removed")
 
 
 def _protect(root: Root, steps: Iterable[Step], chosen: Iterable[Step]) -> None:

@@ -126,5 +126,5 @@ def removal_lines(
         "",
         *table.lines(),
         "",
-        total if removed else f"{total}; nothing was removed",
+        total,
     ]
