@@ -1,4 +1,4 @@
-"""The `ostraka` command. Only `convert`, `merge` and `doctor` import JAX, and `plan` if needed.
+"""The `ostraka` command. Only `convert` and `merge` import JAX, and `plan` for a Python function.
 
 Results go to stdout, an error goes to stderr as one line.
 """

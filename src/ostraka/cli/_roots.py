@@ -13,9 +13,9 @@ from ostraka.formats import is_orbax, open_source
 from ostraka.formats.ostraka.damage import MISSING, other_size
 from ostraka.formats.safetensors.files import has_safetensors
 from ostraka.layout import shard_file
-from ostraka.layout.file_names import possible_steps
+from ostraka.layout.file_names import possible_steps, step_of
 from ostraka.manager.steps import Root, Step
-from ostraka.storage import Store, open_store
+from ostraka.storage import Store, open_above, open_store
 
 
 def checkpoints_at(path: str) -> list[str]:
@@ -45,6 +45,23 @@ def open_root(path: str) -> Root:
             "it, or use ostraka show"
         )
     return Root(path)
+
+
+def step_at(path: str) -> tuple[Root, int]:
+    """The directory and the number of a step by its path, such as `runs/7`.
+
+    Raises CheckpointNotFound if it is none.
+    """
+    store = open_store(path)
+    name = store.location.rpartition("/")[2]
+    number, above = step_of(name), open_above(store)
+    if number is None or above is None:
+        raise CheckpointNotFound(
+            f"{store.location} is no step of a run; give the path of one, such as runs/7"
+        )
+    root = Root(above)
+    root.find(number)
+    return root, number
 
 
 def file_bytes(root: Root, step: Step) -> int | None:
