@@ -33,6 +33,8 @@ def print_document(document: dict[str, Any]) -> None:
 
 def _print_variant(console: Console, variant: dict[str, Any]) -> None:
     console.print(f"[bold]{_shown(variant['title'])}[/bold]  {_shown(_where(variant))}")
+    for name, text in _summary(variant):
+        console.print(f"[dim]{name:10}[/dim]  {_shown(text)}")
     console.print()
     # Some encodings have no block character for bars.
     block = "#" if _BLOCK.encode(console.encoding, "replace") == b"?" else _BLOCK
@@ -49,6 +51,42 @@ def _print_variant(console: Console, variant: dict[str, Any]) -> None:
         colour, word = ("green", "within") if limit["ok"] else ("red", "exceeds")
         sizes = f"{human_size(limit['found_bytes'])}, limit {human_size(limit['limit_bytes'])}"
         console.print(f"[{colour}]{word} --{limit['name'].replace('_', '-')}[/{colour}]: {sizes}")
+
+
+def _summary(variant: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What most people want to know, in six lines. The tables below have the details."""
+    parameters, parity = variant["parameters"], variant["parity"]
+    elements = f"{variant['elements']:,} elements in {count_of(variant['arrays'], 'array')}"
+    yield "parameters", elements if parameters is None else f"{parameters:,}"
+    written = human_size(variant["total_bytes"])
+    if variant["compressed"] is not None:
+        written = f"{human_size(variant['compressed']['total_bytes'])} of {written} uncompressed"
+    if parity is not None:
+        written += f", {human_size(parity['bytes'])} of them parity"
+    yield "bytes", written
+    files = variant["files"]
+    largest = files["largest"]
+    most = "" if largest is None else f", the largest {human_size(largest['bytes'])}"
+    yield "files", f"{files['in_all']:,}{most}"
+    yield "per host", f"{human_size(round(variant['host_bytes']['most']))} at most"
+    save_s, restore_s = variant["save"]["duration_s"], variant["restore"]["duration_s"]
+    times = f"save {_seconds(save_s)}, restore {_seconds(restore_s)}"
+    unknown = save_s is None and restore_s is None
+    yield "time", "unknown; give a bandwidth, or --probe DIR" if unknown else times
+    yield "recovery", _recovery(variant)
+
+
+def _recovery(variant: dict[str, Any]) -> str:
+    """What may be lost without another copy, and how long a new host takes."""
+    host, parity = variant["recovery"]["lost_host"], variant["parity"]
+    back = f"a new host reads {human_size(host['held_bytes'])}"
+    if host["duration_s"] is not None:
+        back += f" in {_seconds(host['duration_s'])}"
+    if parity is None or parity["covers"] is None:
+        return f"{back}; lost files need a copy, or --parity"
+    one = {"hosts": "host", "processes": "process", "files": "shard file"}[parity["covers"]]
+    lost = one if parity["count"] == 1 else {"process": "processes"}.get(one, f"{one}s")
+    return f"{back}; parity covers any {parity['count']} {lost}"
 
 
 def _axes(mesh: dict[str, int]) -> str:
