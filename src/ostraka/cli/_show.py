@@ -169,8 +169,8 @@ def _show(
     if everything or leaf is not None or depth is not None or sort != "tree":
         table = ["", *_table(source, chosen, found)] if chosen else []
     elif chosen:
-        # A blank line, the head, and the prompt of the shell below it all.
-        most = max(screen_lines() - len(top) - len(end) - 3, _FEWEST_LINES)
+        # A blank line, the head, a line about folding, and the prompt of the shell below it all.
+        most = max(screen_lines() - len(top) - len(end) - 4, _FEWEST_LINES)
         table = ["", *_folded(source, chosen, found, most)]
     echo_lines([*top, *table, *end])
     return True
@@ -234,6 +234,9 @@ def _folded(
     if cut:
         size = human_size(sum(row.nbytes for row in cut))
         shown.append(f"… and {count_of(len(cut), 'leaf')} more, {size}; --all lists them")
+    elif any(len(line.node.rows) > 1 and not line.is_open for line in lines):
+        hint = f"--all lists all {count_of(len(rows), 'leaf')}"
+        shown.append(click.style(hint, dim=True))
     return shown
 
 
