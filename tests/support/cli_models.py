@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -36,7 +37,7 @@ def save_transformer(path: Any, *, blocks: int = 24, seed: int = 0) -> int:
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
     def put(array: Any) -> Any:
-        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return array
         axes = ("fsdp", *[None] * (array.ndim - 2), "tp") if array.ndim > 1 else ()
         if any(size % 4 for size in array.shape[:1]):

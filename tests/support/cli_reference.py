@@ -17,11 +17,12 @@ terminal, if `TERM=dumb`, and if `NO_COLOR` is set. `FORCE_COLOR` forces them. N
 JAX to look at a checkpoint.
 
 On a terminal, output that is longer than the screen goes through the pager in `OSTRAKA_PAGER` or
-`PAGER`, which is `less` by default. `--no-pager`, an empty name and `cat` turn it off. Tables fit the
-width of the screen. `COLUMNS` and `LINES` set its size, also for output that is not on a terminal.
+`PAGER`, which is `less` by default. `--no-pager`, an empty name and `cat` turn it off. Tables fit
+the width of the screen. `COLUMNS` and `LINES` set its size, also for output that is not on a
+terminal.
 
-`rm`, `gc` and `repair` ask before they change anything. `--yes` answers for you, `--dry-run` shows what
-would be done. Where nobody can be asked, they refuse without `--yes`.
+`rm`, `gc` and `repair` ask before they change anything. `--yes` answers for you, `--dry-run` shows
+what would be done. Where nobody can be asked, they refuse without `--yes`.
 """
 _WIDTH = 90
 
