@@ -208,3 +208,16 @@ def test_parameters_without_nnx_leave_out_the_optimizer(tmp_path: Path):
     assert "36 parameters of float32, 440 B (optimizer 292 B, other 4 B)" in lines_of(
         tmp_path / "c"
     )
+
+
+def test_names_of_very_many_dots_and_trees_of_many_levels(tmp_path: Path):
+    tensors = {f"{'a.' * 5000}{n}": np.ones(1, np.float32) for n in range(60)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert any("60 ×" in line for line in lines_of(tmp_path))
+    tree: object = np.ones(2)
+    for level in range(190):
+        tree = {"0": tree, "1": np.ones(3), "2": np.ones(3)} if level % 2 else {"x": tree}
+    path = tmp_path / "deep"
+    ostraka.save(path, {"a": tree, "b": tree})
+    assert len(lines_of(path)) < 40
+    assert run("diff", path, tmp_path).exit_code == 1

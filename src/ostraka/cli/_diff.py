@@ -19,7 +19,7 @@ import numpy as np
 
 from ostraka.cli._arguments import flag, json_option, names_option, option, path_argument
 from ostraka.cli._errors import DIFFERENT
-from ostraka.cli._fold import fold
+from ostraka.cli._fold import fold, separator_of
 from ostraka.cli._measure import Array, add_up, as_numbers
 from ostraka.cli._output import (
     Table,
@@ -166,7 +166,7 @@ def _lonely_subtrees(
     leaves: Sequence[LeafComparison], listed: Sequence[LeafComparison]
 ) -> tuple[list[str], list[LeafComparison]]:
     """A line for each subtree that only one checkpoint has, and the other leaves."""
-    separator = "/" if any("/" in leaf.path for leaf in leaves) else "."
+    separator = separator_of(leaf.path for leaf in leaves)
     states: dict[str, str | None] = {}
     for leaf in leaves:
         for above in _names_above(leaf.path, separator):
@@ -210,7 +210,7 @@ def _folded(listed: Sequence[LeafComparison], most: int) -> list[str]:
     """The differences as a tree of `most` lines, in which equal blocks are one."""
     by_path = {leaf.path: leaf for leaf in listed}
     rows = [LeafRow(leaf.path, (leaf.path, _cells(leaf)[0])) for leaf in listed]
-    separator = "/" if any("/" in leaf.path for leaf in listed) else "."
+    separator = separator_of(by_path)
     lines, cut = fold(rows, most, separator=separator, is_last=lambda row: False)
     table = Table(_HEAD, right=_HEAD[2:], shrink=("what", "leaf"))
     for line in lines:

@@ -16,6 +16,8 @@ _NUMBERS = re.compile(r"\d+\.\.\d+(?:,\d+(?:\.\.\d+)?)*")
 """`0..23`, or `0..2,4..6,9`: numbers in the name of a folded block."""
 _LATER = 2
 """The levels of the other names that are opened before those that come last."""
+_MOST_DOTS = 50
+"""Names with more dots are not taken apart."""
 _GLOBS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
@@ -216,6 +218,13 @@ def _show_numbers(numbered: Sequence[tuple[int, str, int]]) -> str:
             runs.append([one])
     shown = (f"{run[0][1]}..{run[-1][1]}" if len(run) > 1 else run[0][1] for run in runs)
     return ",".join(shown)
+
+
+def separator_of(paths: Iterable[str]) -> str:
+    """A dot if the paths have no levels but such as names of tensors have, else a slash."""
+    listed = list(paths)
+    has_levels = any("/" in path or path.count(".") > _MOST_DOTS for path in listed)
+    return "/" if has_levels else "."
 
 
 def numbered_pattern(text: str) -> Callable[[str], bool] | None:

@@ -21,7 +21,7 @@ from ostraka.cli._arguments import (
     path_argument,
 )
 from ostraka.cli._errors import DIFFERENT
-from ostraka.cli._fold import Line, fold, numbered_pattern
+from ostraka.cli._fold import Line, fold, numbered_pattern, separator_of
 from ostraka.cli._groups import OPTIMIZER, groups_of
 from ostraka.cli._output import (
     Table,
@@ -218,8 +218,8 @@ def _folded(
     source: Source, rows: Sequence[LeafRow], statistics: Mapping[int, Statistics], most: int
 ) -> list[str]:
     """The tree, folded to `most` lines."""
-    is_flat = isinstance(source, SafetensorsSource) or all("/" not in row.path for row in rows)
-    separator = "." if is_flat else "/"
+    separator = separator_of(row.path for row in rows)
+    is_flat = separator == "."
     groups = groups_of(source) if len(rows) > most else {}
     lines, cut = fold(
         rows,
