@@ -102,7 +102,7 @@ def test_on_a_terminal_it_asks(root: Path, command: str, text: str):
     assert code == (1 if (command, text) == ("repair", "n\n") else 0)
     asked = CASES[command][1].format(root=root)
     assert f"{asked[0].upper()}{asked[1:]}? [y/N]" in shown
-    assert CASES[command][2].format(root=root) in shown
+    assert CASES[command][2].format(root=root) in " ".join(shown.split())  # Lines are broken.
     assert (files(root) != before) is (text == "y\n")
     assert ("nothing was " in shown.splitlines()[-1]) is (text == "n\n")
 

@@ -2,13 +2,14 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cli_runs import run, save_model
+from cli_runs import flip, run, save_model
 from ostraka import cli
 
 PROGRAM = "from ostraka.cli import main; main()"
@@ -94,3 +95,15 @@ def test_all_sizes_are_printed_by_one_function(tmp_path: Path):
     checkpoint = save_model(tmp_path / "c")
     assert " KiB, " in run("verify", checkpoint).stdout
     assert " bytes" not in run("verify", checkpoint).stdout
+
+
+def test_long_sentences_are_broken_between_words(tmp_path: Path):
+    checkpoint = save_model(tmp_path / "c")
+    flip(checkpoint)
+    whole = run("verify", checkpoint).stdout
+    broken = run("verify", checkpoint, COLUMNS="60").stdout
+    lines = broken.splitlines()
+    assert len(lines) > len(whole.splitlines())
+    assert all(len(line) <= 60 or " " not in line.strip() for line in lines)
+    seconds = re.compile(r"[\d.]+ s\)")
+    assert seconds.sub("", " ".join(broken.split())) == seconds.sub("", " ".join(whole.split()))

@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -119,6 +120,21 @@ def show_shape(shape: Sequence[int]) -> str:
 def shorten(text: str, width: int) -> str:
     """The beginning of a text that is longer than `width`."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def wrap(text: str, indent: str = "") -> list[str]:
+    """A text in lines that fit the screen, broken between words. One line if there is none."""
+    width = screen_width()
+    if width is None or len(indent) + len(text) <= width:
+        return [f"{indent}{text}"]
+    return textwrap.wrap(
+        text,
+        max(width, _LEAST_WIDTH),
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_on_hyphens=False,
+        break_long_words=False,  # Paths can be copied.
+    )
 
 
 def shorten_middle(text: str, width: int) -> str:

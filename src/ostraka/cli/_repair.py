@@ -8,7 +8,7 @@ from ostraka import integrity
 from ostraka.cli._arguments import json_option, path_argument, repeated
 from ostraka.cli._confirm import Consent, consent_options
 from ostraka.cli._errors import DAMAGED
-from ostraka.cli._output import echo, echo_json, echo_lines, progress
+from ostraka.cli._output import echo, echo_json, echo_lines, progress, wrap
 from ostraka.cli._roots import checkpoints_at
 from ostraka.errors import count_of, printable
 
@@ -82,7 +82,8 @@ def _repair(path: str, sources: tuple[str, ...], *, dry_run: bool) -> integrity.
 
 def _lines(report: integrity.RepairReport) -> list[str]:
     head, *lines = [printable(line.strip()) for line in str(report).splitlines()]
+    colour = "green" if report.ok else "red"
     return [
-        click.style(head, fg="green" if report.ok else "red"),
-        *(f"  {line}" for line in lines),
+        *(click.style(line, fg=colour) for line in wrap(head)),
+        *(part for line in lines for part in wrap(line, "  ")),
     ]

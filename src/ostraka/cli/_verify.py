@@ -11,7 +11,16 @@ import click
 from ostraka import integrity
 from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED
-from ostraka.cli._output import Table, echo, echo_json, echo_lines, human_size, progress, shorten
+from ostraka.cli._output import (
+    Table,
+    echo,
+    echo_json,
+    echo_lines,
+    human_size,
+    progress,
+    shorten,
+    wrap,
+)
 from ostraka.cli._roots import checkpoints_at
 from ostraka.errors import count_of, printable
 from ostraka.manager.steps import PIN_NAME
@@ -52,9 +61,9 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
         report = check(place, read=not no_read)
         reports.append(report)
         if not as_json:
-            echo(
-                click.style(printable(_in_a_line(report)), fg="red" if report.problems else "green")
-            )
+            colour = "red" if report.problems else "green"
+            lines = wrap(printable(_in_a_line(report)))
+            echo_lines([click.style(line, fg=colour) for line in lines])
             _echo_indented([problem.explain() for problem in report.problems])
             _echo_indented([f"note: {note}" for note in report.notes])
     damaged = sum(bool(report.problems) for report in reports)
@@ -85,7 +94,7 @@ def _in_a_line(report: integrity.VerifyReport) -> str:
 
 def _echo_indented(texts: Sequence[str]) -> None:
     for text in texts[:_MOST_LINES]:
-        echo(f"  {printable(text)}")
+        echo_lines(wrap(printable(text), "  "))
     if len(texts) > _MOST_LINES:
         echo(f"  … and {len(texts) - _MOST_LINES} more; --json has them all")
 
@@ -93,7 +102,7 @@ def _echo_indented(texts: Sequence[str]) -> None:
 def _table(reports: Sequence[integrity.VerifyReport]) -> list[str]:
     """A row for each checkpoint: how much of it is damaged."""
     head = ("checkpoint", "state", "problems", "files", "leaves", "processes")
-    table = Table(head, right=("problems", "files", "leaves"))
+    table = Table(head, right=("problems", "files", "leaves"), shrink=("checkpoint",))
     for report in reports:
         if report.ok:
             table.add(report.path, "intact", "0", "0", "0", "")
