@@ -22,19 +22,9 @@ from ostraka import integrity
 from ostraka.cli import main
 
 COMMANDS = (
-    "completion",
-    "convert",
-    "copy",
-    "diff",
-    "gc",
-    "ls",
-    "merge",
-    "plan",
-    "repair",
-    "rm",
-    "show",
-    "verify",
-    "watch",
+    *("show", "ls", "diff", "verify", "du", "which", "watch", "doctor"),
+    *("copy", "convert", "merge", "repair", "pin", "unpin", "rm", "gc"),
+    *("plan", "completion"),
 )
 PROGRAM = "from ostraka.cli import main; main()"
 
@@ -104,8 +94,9 @@ def test_verify_of_several(checkpoint: Path, tmp_path: Path):
     assert lines[0].startswith(f"{checkpoint}: intact")
     assert lines[1].startswith(f"{other}: 1 problem")
     assert lines[-1] == "2 checkpoints, 1 of them damaged"
-    documents = json.loads(run("verify", checkpoint, other, "--json").stdout)
-    assert [document["ok"] for document in documents] == [True, False]
+    document = json.loads(run("verify", checkpoint, other, "--json").stdout)
+    assert document["ok"] is False
+    assert [one["ok"] for one in document["checkpoints"]] == [True, False]
 
 
 def test_verify_tells_of_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -327,6 +318,22 @@ def test_help_has_an_example(command: str):
     assert f"ostraka {command} " in examples
     assert "--json" in result.stdout or command == "completion"
     assert "--verbose" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_has_the_first_sentence_of_each(command: str):
+    context = main.make_context("ostraka", [])
+    found = main.get_command(context, command)
+    assert found is not None
+    sentence = found.get_short_help_str(limit=200).rstrip(".")
+    assert f"\n  {command:10}  {sentence}\n" in run("--help").stdout
+
+
+def test_help_is_grouped_and_imports_no_command():
+    lines = run("--help").stdout.splitlines()
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["Options:", "Inspect:", "Change:", "Plan:", "Shell:"]
+    run_without({"numpy", "ostraka.cli._show", "ostraka.manager.steps"}, "--help")
 
 
 def test_without_arguments_it_helps():

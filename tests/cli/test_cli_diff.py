@@ -1,13 +1,16 @@
 """`ostraka diff`: what it prints, and its exit code."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import ostraka
 from cli_runs import flip, put, run, save_model
+from ostraka.cli._output import human_share
 from places import Place
 from replacing import replaced_once
 
@@ -33,10 +36,10 @@ def test_differences_are_listed(place: Place):
     lines = result.stdout.splitlines()
     assert "container 't': a has list, b has tuple" in lines
     rows = {line.split()[0]: line.split()[1:] for line in lines if line}
-    assert rows["leaf"] == ["what", "changed", "largest", "mean"]
+    assert rows["leaf"] == ["what", "changed", "largest", "mean", "relative"]
     assert "same" not in rows
-    assert rows["x"] == ["values", "32", "(100", "%)", "0.5", "0.5"]
-    assert " ".join(rows["s"]) == "P('fsdp') on fsdp=4, tp=2 → P('tp') on fsdp=4, tp=2 0 0 0"
+    assert rows["x"] == ["values", "32", "(100", "%)", "0.5", "0.5", "0.3333"]
+    assert " ".join(rows["s"]) == "P('fsdp') on fsdp=4, tp=2 → P('tp') on fsdp=4, tp=2 0 0 0 0"
     assert " ".join(rows["gone"]) == "only in a: float32 8 × 4"
     assert " ".join(rows["new"]) == "only in b: str 'text'"
     assert " ".join(rows["n"]) == "100 → 200"
@@ -48,7 +51,7 @@ def test_differences_are_listed(place: Place):
 def test_all_leaves_on_request(place: Place):
     a = save(place / "a", x=np.ones(3), n=1)
     rows = run("diff", a, a, "--all").stdout.splitlines()
-    assert [row.split() for row in rows[4:6]] == [["x", "same", "0", "0", "0"], ["n", "same"]]
+    assert [row.split() for row in rows[4:6]] == [["x", "same", "0", "0", "0", "0"], ["n", "same"]]
 
 
 def test_as_json(place: Place):
@@ -66,6 +69,7 @@ def test_as_json(place: Place):
         "nan": 1,
         "largest": "inf",
         "mean": "inf",
+        "relative": "inf",
     }
     assert (n["a"]["value"], n["b"], n["same"]) == ("1", None, False)
 
@@ -161,3 +165,81 @@ def test_what_is_one_array_in_one_of_them_only(place: Place):
     result = run("diff", a, b)
     assert result.exit_code == 1
     assert "y     = x → its own array" in result.stdout
+
+
+def test_a_subtree_that_only_one_has_is_one_line(place: Place):
+    moments = {name: {str(n): np.ones(64) for n in range(5)} for name in ("mu", "nu")}
+    model = {"w": np.ones(3), "b": np.ones(3)}
+    a = save(place / "a", model=model, optimizer={"count": 1, **moments})
+    b = save(place / "b", model={"w": np.ones(3), "c": np.ones(3)}, ema={"x": 1.0})
+    result = run("diff", a, b)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert "only in a: optimizer (11 leaves, 5.0 KiB)" in lines
+    assert "optimizer/" not in result.stdout
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line}
+    assert rows["model/b"] == "only in a: float64 3"
+    assert rows["model/c"] == "only in b: float64 3"
+    assert rows["ema/x"] == "only in b: float 1.0"
+    assert "optimizer/mu/3" in run("diff", a, b, "--all").stdout
+
+
+def test_names_with_dots_are_folded_too(tmp_path: Path):
+    for name, count in (("a", 4), ("b", 2)):
+        (tmp_path / name).mkdir()
+        tensors = {f"layers.{n}.{k}": np.ones(4, np.float32) for n in range(count) for k in "wb"}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    lines = run("diff", tmp_path / "a", tmp_path / "b").stdout.splitlines()
+    assert lines[2:4] == [
+        "only in a: layers.2 (2 leaves, 32 B)",
+        "only in a: layers.3 (2 leaves, 32 B)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "shown"),
+    [(10_000, "10,000 (100 %)"), (9_999, "9,999 (<100 %)"), (9_990, "9,990 (99.9 %)"), (0, "0")],
+)
+def test_a_share_is_100_percent_only_if_all_differ(place: Place, changed: int, shown: str):
+    values = np.zeros(10_000)
+    values[:changed] = 1.0
+    a, b = save(place / "a", x=np.zeros(10_000)), save(place / "b", x=values)
+    assert f"  {shown}  " in run("diff", a, b, "--all").stdout
+
+
+def test_a_share_of_almost_nothing_is_not_0_percent():
+    assert [human_share(part, 10**9) for part in (0, 1, 10**9 - 1)] == ["0 %", "<0.001 %", "<100 %"]
+
+
+def test_relative_change(place: Place):
+    a = save(place / "a", x=np.array([1.0, 2.0, 5.0]), zero=np.ones(2))
+    b = save(place / "b", x=np.array([1.1, 2.2, 5.0]), zero=np.zeros(2))
+    x, zero = json.loads(run("diff", a, b, "--json").stdout)["leaves"]
+    assert x["elements"]["relative"] == pytest.approx(0.3 / 3.3)
+    assert zero["elements"]["relative"] == "inf"
+    assert " 0.09091" in run("diff", a, b).stdout
+
+
+def test_structure_is_names_shapes_and_dtypes(place: Place):
+    values = np.ones((8, 8), np.float32)
+    a = save(place / "a", x=put(values, "fsdp"), n=1, t=[1], y=values)
+    b = save(place / "b", x=values * 2, n=2, t=(1,), y=values)
+    assert run("diff", a, b).exit_code == 1
+    result = run("diff", a, b, "--structure")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no difference in 4 leaves")
+    for other in ({"x": values[1:]}, {"x": values.astype(np.float64)}, {"n": 1.0}, {"z": 1}):
+        c = save(place / "c", **({"x": values, "n": 1, "t": [1], "y": values} | other))
+        assert run("diff", a, c, "--structure").exit_code == 1, other
+
+
+def test_many_differences_are_folded_to_the_screen(place: Place):
+    def tree(value: float) -> dict[str, object]:
+        return {str(n): {"w": np.full(4, value), "b": np.ones(2)} for n in range(60)}
+
+    a, b = save(place / "a", blocks=tree(1.0)), save(place / "b", blocks=tree(2.0))
+    result = run("diff", a, b, LINES="24", COLUMNS="80")
+    lines = result.stdout.splitlines()
+    assert (result.exit_code, len(lines) < 24) == (1, True)
+    (row,) = (line.split() for line in lines if line.startswith("blocks/"))
+    assert row == ["blocks/0..59/w", "values", "×60", "240", "(100", "%)", "1", "1", "0.5"]
+    assert "blocks/17/w" in run("diff", a, b, "--all").stdout

@@ -2,13 +2,15 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cli_runs import run, save_model
+from cli_runs import flip, run, save_model
+from ostraka import cli
 
 PROGRAM = "from ostraka.cli import main; main()"
 
@@ -82,3 +84,26 @@ def test_of_very_many_reasons_a_line_has_a_few(tmp_path: Path):
     assert result.stderr.count("has no axis 'nope'") == 3
     assert result.stderr.endswith("; and more, which -v shows\n")
     assert run(*arguments, "-v").stderr.count("has no axis 'nope'") > 20
+
+
+def test_all_sizes_are_printed_by_one_function(tmp_path: Path):
+    """Others may print them with other units, or count in thousands."""
+    folder = Path(cli.__file__).parent
+    users = {file.name for file in folder.glob("*.py") if "human_bytes" in file.read_text()}
+    assert users == {"_output.py"}
+    assert not any("DownloadColumn" in file.read_text() for file in folder.glob("*.py"))
+    checkpoint = save_model(tmp_path / "c")
+    assert " KiB, " in run("verify", checkpoint).stdout
+    assert " bytes" not in run("verify", checkpoint).stdout
+
+
+def test_long_sentences_are_broken_between_words(tmp_path: Path):
+    checkpoint = save_model(tmp_path / "c")
+    flip(checkpoint)
+    whole = run("verify", checkpoint).stdout
+    broken = run("verify", checkpoint, COLUMNS="60").stdout
+    lines = broken.splitlines()
+    assert len(lines) > len(whole.splitlines())
+    assert all(len(line) <= 60 or " " not in line.strip() for line in lines)
+    seconds = re.compile(r"[\d.]+ s\)")
+    assert seconds.sub("", " ".join(broken.split())) == seconds.sub("", " ".join(whole.split()))

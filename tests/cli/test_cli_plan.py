@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from cli_runs import run_without
 from ostraka.cli import main
+from ostraka.common.units import human_bytes
 
 
 def run(*arguments: object) -> Result:
@@ -515,3 +516,41 @@ def test_configs_that_can_not_be_planned(tmp_path: Path):
         assert result.exit_code == 2
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
+
+
+SUMMARY = ("parameters", "bytes", "files", "per host", "time", "recovery")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), {"time": "unknown; give a bandwidth, or --probe DIR"}),
+        (
+            ("--optimizer", "adamw", "--write-bandwidth", "1GB/s", "--read-bandwidth", "1GB/s"),
+            {"parameters": "124,439,808"},
+        ),
+        (("--parity", "1", "--hosts", "8"), {}),
+        (("--compress", "zstd"), {}),
+    ],
+    ids=["alone", "bandwidth", "parity", "compress"],
+)
+def test_a_plan_opens_with_six_lines(options: tuple[str, ...], expected: dict[str, str]):
+    arguments = ("gpt2", "--mesh", "data=8", *options)
+    lines = run(*arguments).stdout.splitlines()
+    assert lines[0].startswith("gpt2  mesh data=8, 8 devices on ")
+    assert tuple(line[:10].strip() for line in lines[1:7]) == SUMMARY
+    assert lines[7] == ""
+    found = {line[:10].strip(): line[12:] for line in lines[1:7]}
+    assert expected.items() <= found.items()
+    plan = json.loads(run(*arguments, "--json").stdout)["variants"][0]
+    assert human_bytes(plan["total_bytes"]) in found["bytes"]
+    assert found["per host"] == f"{human_bytes(round(plan['host_bytes']['most']))} at most"
+    assert found["files"].startswith(f"{plan['files']['in_all']}, the largest ")
+    assert ("save " in found["time"]) is ("--write-bandwidth" in options)
+    assert ("parity covers any 1 host" in found["recovery"]) is ("--parity" in options)
+
+
+def test_the_plan_of_a_checkpoint_opens_with_its_elements(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"x": np.ones((4, 4)), "y": np.ones(4)})
+    lines = run(tmp_path / "c").stdout.splitlines()
+    assert lines[1] == "parameters  20 elements in 2 arrays"

@@ -115,7 +115,7 @@ def test_no_optimizer_is_none_for_a_checkpoint_too(checkpoint: Path):
 def test_names_are_there_for_scripts(checkpoint: Path):
     names = run("plan", "--names").stdout.split()
     for arguments in (["--names", "--json"], ["--json", "--names"]):
-        assert json.loads(run("plan", *arguments).stdout) == names
+        assert json.loads(run("plan", *arguments).stdout) == {"schema": 1, "names": names}
     missing = run("plan")
     assert (missing.exit_code, missing.stdout) == (2, "")
     assert missing.stderr == "ostraka: Missing argument 'SOURCE' (see ostraka plan --help)\n"

@@ -467,7 +467,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_array_is_shown_and_counted_once(shared: Path):
-    output = run("show", shared).stdout
+    output = run("show", shared, "--all").stdout
     found = rows(output)
     assert found["x"][-2:] == ["60", "B"]
     assert (found["again/y"], found["again/z/0"]) == (["=", "x"], ["=", "x"])

@@ -86,6 +86,34 @@ def test_ls_can_verify(root: Path):
     assert [bool(step["problems"]) for step in steps] == [False, True, False]
 
 
+def test_ls_tells_of_missing_files(root: Path):
+    shard = next((root / "step_00000200").glob("shards-*/*.safetensors"))
+    size = shard.stat().st_size
+    shard.unlink()
+    result = run("ls", root)
+    assert result.exit_code == 1
+    assert result.stdout.count("complete") == 2
+    (row,) = (line for line in result.stdout.splitlines() if line.startswith(" 200"))
+    assert row.endswith("damaged: 1 file missing")
+    steps = json.loads(run("ls", root, "--json").stdout)["steps"]
+    name = f"{shard.parent.name}/{shard.name}"
+    assert [step["problems"] for step in steps] == [[], [f"{name}: it is missing"], []]
+    shard.write_bytes(b"x" * (size - 1))
+    assert f"damaged: {name}: " in run("ls", root, COLUMNS=None).stdout
+
+
+def test_ls_is_not_misled_by_leftovers(root: Path):
+    leave_behind(root / "step_00000200")
+    assert run("ls", root).stdout.count("complete") == 3
+
+
+def test_ls_reads_no_shard(root: Path):
+    for shard in root.glob("*/shards-*/*.safetensors"):
+        size = shard.stat().st_size
+        shard.write_bytes(b"x" * size)
+    assert run("ls", root).stdout.count("complete") == 3
+
+
 def test_ls_tells_of_a_step_that_can_not_be_read(root: Path):
     (root / "step_00000200" / "_METADATA").write_bytes(b'{"format":"ostraka"')
     result = run("ls", root)
@@ -167,25 +195,35 @@ def test_verify_of_steps(root: Path):
     flip(root / "step_00000300")
     result = run("verify", root, "--json")
     assert result.exit_code == 1
-    assert [step["ok"] for step in json.loads(result.stdout)] == [False, True, False]
+    document = json.loads(result.stdout)
+    assert document["ok"] is False
+    assert [step["ok"] for step in document["checkpoints"]] == [False, True, False]
 
 
 def test_verify_of_a_single_step_gives_a_list_too(tmp_path: Path):
     ostraka.save(tmp_path / "7", {"x": 1})
-    assert isinstance(json.loads(run("verify", tmp_path, "--json").stdout), list)
-    assert isinstance(json.loads(run("verify", tmp_path / "7", "--json").stdout), dict)
+    (step,) = json.loads(run("verify", tmp_path, "--json").stdout)["checkpoints"]
+    one = json.loads(run("verify", tmp_path / "7", "--json").stdout)
+    assert one.keys() == {"schema", *step}
+
+
+def test_verify_knows_pins(root: Path):
+    assert run("verify", root).stdout.count("\n") == 4
+    assert json.loads(run("verify", root / "100", "--json").stdout)["notes"] == []
+    (root / "step_00000100" / "notes.txt").write_text("mine")
+    assert "  note: notes.txt: a file that" in run("verify", root).stdout
 
 
 # rm
 
 
-def test_rm_only_shows_without_yes(root: Path):
+def test_rm_only_shows_with_dry_run(root: Path):
     before = names(root)
-    result = run("rm", root, 200)
+    result = run("rm", root, 200, "--dry-run")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"would go from {root}\n")
     assert "step_00000200" in result.stdout
-    assert "nothing is removed without --yes" in result.stdout
+    assert result.stdout.endswith("\nnothing was removed\n")
     assert names(root) == before
 
 
@@ -198,7 +236,7 @@ def test_rm_removes(root: Path):
 
 
 def test_rm_as_json(root: Path):
-    document = json.loads(run("rm", root, 200, "--json").stdout)
+    document = json.loads(run("rm", root, 200, "--dry-run", "--json").stdout)
     assert document["removed"] is False
     assert document["steps"][0]["paths"] == [str(root / "step_00000200")]
     assert json.loads(run("rm", root, 200, "--yes", "--json").stdout)["removed"] is True
@@ -263,13 +301,13 @@ def test_gc_finds_nothing(root: Path):
     assert run("verify", root).exit_code == 0
 
 
-def test_gc_only_shows_without_yes(root: Path):
+def test_gc_only_shows_with_dry_run(root: Path):
     left = leave_behind(root / "step_00000400")
-    result = run("gc", root)
+    result = run("gc", root, "--dry-run")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"would go from {root}\n")
     assert f"step_00000400  {LEFT}  2.0 KiB  nothing" in result.stdout
-    assert "nothing is removed without --yes" in result.stdout
+    assert result.stdout.endswith("\nnothing was removed\n")
     assert left.exists()
 
 
@@ -308,18 +346,18 @@ def test_gc_of_one_checkpoint(root: Path):
     assert run("verify", path).exit_code == 0
 
 
-@pytest.mark.parametrize("options", [[], ["--yes"]], ids=["show", "yes"])
-def test_gc_leaves_a_live_save_alone(root: Path, options: list[str]):
+@pytest.mark.parametrize("option", ["--dry-run", "--yes"])
+def test_gc_leaves_a_live_save_alone(root: Path, option: str):
     live = leave_behind(root / "step_00000400")
     dead = leave_behind(root / "step_00000500")
     with claimed(LocalStore(str(live.parent))):
-        result = run("gc", root, *options)
-        document = json.loads(run("gc", root, "--json", *options).stdout)
+        result = run("gc", root, option)
+        document = json.loads(run("gc", root, "--json", option).stdout)
     assert result.exit_code == 0
     assert f"{live.parent}: a save is under way; left alone" in result.stdout
     assert document["in_use"] == [str(live.parent)]
     assert live.exists()
-    assert dead.exists() == (not options)
+    assert dead.exists() == (option == "--dry-run")
 
 
 def test_gc_beside_a_real_save(root: Path):

@@ -77,6 +77,7 @@ def test_json(root: str):
     assert [step["step"] for step in found] == [2, 3]
     listed = json.loads(run("ls", root, "--json").stdout)["steps"]
     for step, as_listed in zip(found, listed[1:], strict=True):
+        assert step.pop("schema") == 1
         assert step == {name: as_listed[name] for name in step}
     newest = run("watch", root, "--timeout", 0, "--json", "--newest-only").stdout
     assert [json.loads(line)["step"] for line in newest.splitlines()] == [3]

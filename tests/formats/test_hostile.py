@@ -459,9 +459,9 @@ COMMANDS = [
     ("ls", "{root}", "--verify"),
     ("ls", "{root}", "--json"),
     ("watch", "{root}", "--timeout", "0"),
-    ("gc", "{root}"),
+    ("gc", "{root}", "--dry-run"),
     ("gc", "{root}", "--yes"),
-    ("rm", "{root}", "1"),
+    ("rm", "{root}", "1", "--dry-run", "--force"),
     ("copy", "{a}", "memory://forged/escaping-copy"),
 ]
 

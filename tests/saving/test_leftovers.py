@@ -266,7 +266,7 @@ def test_a_step_that_may_have_lost_its_metadata_is_spared(
     assert len(told) == 2
     assert f"{step} has all files of a checkpoint but _METADATA" in told[0]
     assert Manager(step.parent, on_preemption=False, read_only=True).latest() is None
-    assert run("repair", step).exit_code == 0
+    assert run("repair", step, "--yes").exit_code == 0
     assert files(step) == before
     (step / "_METADATA").unlink()
     collect_garbage(step)

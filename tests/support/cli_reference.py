@@ -10,10 +10,19 @@ _HEAD = """# The command
 
 <!-- Made by `python tests/support/cli_reference.py > docs/reference/cli.md`; a test compares. -->
 
-Every command that prints data prints it as JSON with `--json`. Results go to stdout, an error is
-one line on stderr, and `-v` adds its traceback. Progress bars appear on a terminal only. Colours
-are left out if the output is not a terminal, if `TERM=dumb`, and if `NO_COLOR` is set.
-`FORCE_COLOR` forces them. No command imports JAX to look at a checkpoint.
+Every command that prints data prints it as JSON with `--json`. The key `schema` has the version of
+all other keys, which is 1. Results go to stdout, an error is one line on stderr, and `-v` adds its
+traceback. Progress bars appear on a terminal only. Colours are left out if the output is not a
+terminal, if `TERM=dumb`, and if `NO_COLOR` is set. `FORCE_COLOR` forces them. No command imports
+JAX to look at a checkpoint.
+
+On a terminal, output that is longer than the screen goes through the pager in `OSTRAKA_PAGER` or
+`PAGER`, which is `less` by default. `--no-pager`, an empty name and `cat` turn it off. Tables fit
+the width of the screen. `COLUMNS` and `LINES` set its size, also for output that is not on a
+terminal.
+
+`rm`, `gc` and `repair` ask before they change anything. `--yes` answers for you, `--dry-run` shows
+what would be done. Where nobody can be asked, they refuse without `--yes`.
 """
 _WIDTH = 90
 

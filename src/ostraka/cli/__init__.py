@@ -12,28 +12,42 @@ from ostraka.cli._errors import Commands
 
 __all__ = ["main"]
 
-# To add a command `x`, write a module `_x` that has a click command `x`, and name it here.
-_NAMES = [
-    "completion",
-    "convert",
-    "copy",
-    "diff",
-    "gc",
-    "ls",
-    "merge",
-    "plan",
-    "repair",
-    "rm",
-    "show",
-    "verify",
-    "watch",
-]
+# To add a command `x`, write a module `_x` that has a click command `x`, and name it here with the
+# first sentence of its help, which `ostraka --help` shows without importing the module.
+_SECTIONS = {
+    "Inspect": {
+        "show": "Show what the checkpoint at PATH holds",
+        "ls": "List the steps in the directory ROOT",
+        "diff": "Show how checkpoints A and B differ",
+        "verify": "Verify the checkpoints at each PATH",
+        "du": "Show how many bytes the checkpoints at each PATH take",
+        "which": "Print the path of the newest committed step in DIRECTORY",
+        "watch": "Print each step of the directory ROOT as it is committed",
+        "doctor": "Check this machine, and the storage at PATH",
+    },
+    "Change": {
+        "copy": "Copy the checkpoint at SRC to DST",
+        "convert": "Write the checkpoint at SRC in another format, to DST",
+        "merge": "Make one checkpoint, DST, of several",
+        "repair": "Repair the checkpoint at PATH, or all in a directory of steps",
+        "pin": "Pin the step at each STEP_PATH, so that no run deletes it",
+        "unpin": "Unpin the step at each STEP_PATH, so that a run may delete it",
+        "rm": "Remove each STEP from the directory ROOT",
+        "gc": "Remove the files of interrupted saves from ROOT",
+    },
+    "Plan": {
+        "plan": "Show what a checkpoint of SOURCE will cost, without writing it",
+    },
+    "Shell": {
+        "completion": "Print the script that makes SHELL complete ostraka's commands",
+    },
+}
 
 
 @click.group(
     "ostraka",
     cls=Commands,
-    names=_NAMES,
+    sections=_SECTIONS,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -55,7 +69,7 @@ def main(context: click.Context) -> None:
     \b
     Exit codes:
       0    success
-      1    a difference, damage, or with show --nan a NaN or infinity was found
+      1    a difference, damage, NaN or infinity (show --nan), or a fault (doctor)
       2    wrong usage, or it can't be done: no such checkpoint, no permission
       3    a limit that was given is exceeded
       130  interrupted

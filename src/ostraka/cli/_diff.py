@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import click
@@ -18,18 +19,22 @@ import numpy as np
 
 from ostraka.cli._arguments import flag, json_option, names_option, option, path_argument
 from ostraka.cli._errors import DIFFERENT
+from ostraka.cli._fold import fold, separator_of
 from ostraka.cli._measure import Array, add_up, as_numbers
 from ostraka.cli._output import (
     Table,
     echo_json,
     echo_lines,
     human_number,
+    human_share,
+    human_size,
     json_number,
+    screen_lines,
     shorten,
     show_shape,
     shown_value,
 )
-from ostraka.cli._tree import sharding_of
+from ostraka.cli._tree import LeafRow, sharding_of
 from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import Source
@@ -40,9 +45,14 @@ from ostraka.tree.patterns import Patterns, matches
 
 _TOLERANCE = click.FloatRange(0)
 _VALUE_WIDTH = 40
+_DIGITS = 4
+_FEWEST_LINES = 8
+"""Lines for leaves, however low the screen is."""
+_HEAD = ("leaf", "what", "changed", "largest", "mean", "relative")
 _ASPECTS = ("kind", "shape", "dtype", "same_as", "sharding", "value")
 _COLOURS = {"the same": None, "different": "yellow", "only in a": "red", "only in b": "green"}
 """The states of a leaf, in the order of the summary."""
+_LONELY = ("only in a", "only in b")
 
 
 def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> float:
@@ -58,9 +68,9 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
 @click.argument("pattern", nargs=-1)
 @option("--rtol", _TOLERANCE, "Relative tolerance.", default=0.0, callback=_refuse_nan)
 @option("--atol", _TOLERANCE, "Absolute tolerance.", default=0.0, callback=_refuse_nan)
-@flag("--structure", "Read no array: compare all but their elements.")
+@flag("--structure", "Compare names, shapes and dtypes only: read no array, ignore values.")
 @flag("--ignore-sharding", "Ignore how arrays were sharded.")
-@flag("--all everything", "List unchanged leaves, too.")
+@flag("--all everything", "List every leaf, unchanged ones too, and fold nothing.")
 @names_option("Compare tensors of files as the leaves that a restore makes of them")
 @json_option("Print the same as JSON.")
 @click.pass_context
@@ -77,10 +87,13 @@ def diff(
 ) -> None:
     """Show how checkpoints A and B differ.
 
-    The table lists leaves that only one of them has, and different shapes, dtypes, shardings and
-    values. For each array it counts the elements that differ, and gives the largest and the mean
-    absolute difference. Arrays are read and verified piece by piece, however large they are. NaN
-    equals NaN. Elements are alike if |a - b| <= atol + rtol * |b|, as in numpy.
+    The table lists different shapes, dtypes, shardings and values, and leaves that only one of them
+    has. A subtree that only one has is one line. For each array it counts the elements that differ,
+    and gives the largest and the mean absolute difference, and the relative one: the sum of
+    |a - b| divided by the sum of |b|, over the elements that differ. If it is longer than the
+    screen, it is folded as ostraka show folds a tree, and --all unfolds it. Arrays are read and
+    verified piece by piece, however large they are. NaN equals NaN. Elements are alike if
+    |a - b| <= atol + rtol * |b|, as in numpy.
 
     Each PATTERN selects leaves: * stands for anything in one name, ** for anything at all. The exit
     code is 1 if anything differs. A or B may be a directory of steps, for the newest of them, or
@@ -92,6 +105,7 @@ def diff(
       ostraka diff runs/6 runs/7
       ostraka diff runs/6 runs/7 'params/**/kernel' --rtol 1e-5
       ostraka diff runs/7 copies/7 --ignore-sharding
+      ostraka diff runs/7 other_runs/7 --structure
       ostraka diff llama/ runs/0 --names hf
       ostraka diff runs/6 runs/7 --json | jq '.leaves[] | select(.elements.largest > 1)'
     """
@@ -137,13 +151,90 @@ def _lines(found: TreeComparison, *, everything: bool) -> list[str]:
         a_has, b_has = printable(one), printable(other)
         lines.append(f"container {printable(path)!r}: a has {a_has}, b has {b_has}")
     listed = [leaf for leaf in found.leaves if everything or not leaf.same]
+    if not everything:
+        lonely, listed = _lonely_subtrees(found.leaves, listed)
+        lines += lonely
     if listed:
-        numbers = ("changed", "largest", "mean")
-        table = Table(("leaf", "what", *numbers), right=numbers)
-        for leaf in listed:
-            table.add(leaf.path, *_cells(leaf), colour=_COLOURS[leaf.state])
-        lines += ["", *table.lines()]
+        # The lines above and below, with blank ones, the head, and the prompt of the shell.
+        most = max(screen_lines() - len(lines) - 5, _FEWEST_LINES)
+        is_whole = everything or len(listed) <= most
+        lines += ["", *(_table(listed) if is_whole else _folded(listed, most))]
     return [*lines, "", _summary(found)]
+
+
+def _lonely_subtrees(
+    leaves: Sequence[LeafComparison], listed: Sequence[LeafComparison]
+) -> tuple[list[str], list[LeafComparison]]:
+    """A line for each subtree that only one checkpoint has, and the other leaves."""
+    separator = separator_of(leaf.path for leaf in leaves)
+    states: dict[str, str | None] = {}
+    for leaf in leaves:
+        for above in _names_above(leaf.path, separator):
+            is_first = above not in states
+            states[above] = leaf.state if is_first or states[above] == leaf.state else None
+    subtrees: dict[str, list[LeafComparison]] = {}
+    others: list[LeafComparison] = []
+    for leaf in listed:
+        above = next((n for n in _names_above(leaf.path, separator) if states[n] in _LONELY), None)
+        if above is None:
+            others.append(leaf)
+        else:
+            subtrees.setdefault(above, []).append(leaf)
+    lines: list[str] = []
+    for name, some in subtrees.items():
+        if len(some) == 1:
+            others += some
+            continue
+        size = human_size(sum(one.nbytes for leaf in some if (one := leaf.a or leaf.b)))
+        text = f"{some[0].state}: {printable(name)} ({count_of(len(some), 'leaf')}, {size})"
+        lines.append(click.style(text, fg=_COLOURS[some[0].state]))
+    return lines, others
+
+
+def _names_above(path: str, separator: str) -> Iterator[str]:
+    """`a` and `a/b` for `a/b/c`."""
+    end = path.find(separator)
+    while end > 0:
+        yield path[:end]
+        end = path.find(separator, end + 1)
+
+
+def _table(listed: Sequence[LeafComparison]) -> list[str]:
+    table = Table(_HEAD, right=_HEAD[2:], shrink=("what",))
+    for leaf in listed:
+        table.add(leaf.path, *_cells(leaf), colour=_COLOURS[leaf.state])
+    return table.lines()
+
+
+def _folded(listed: Sequence[LeafComparison], most: int) -> list[str]:
+    """The differences as a tree of `most` lines, in which equal blocks are one."""
+    by_path = {leaf.path: leaf for leaf in listed}
+    rows = [LeafRow(leaf.path, (leaf.path, _cells(leaf)[0])) for leaf in listed]
+    separator = separator_of(by_path)
+    lines, cut = fold(rows, most, separator=separator, is_last=lambda row: False)
+    table = Table(_HEAD, right=_HEAD[2:], shrink=("what", "leaf"))
+    for line in lines:
+        leaves = [by_path[row.path] for row in line.node.rows]
+        label = line.path if separator == "." else f"{'  ' * line.depth}{line.node.name}"
+        if line.is_open:
+            table.add(f"{label}/", *[""] * (len(_HEAD) - 1))
+            continue
+        distances = [leaf.distance for leaf in leaves if leaf.distance is not None]
+        numbers = _show_distance(reduce(add, distances)) if distances else [""] * 4
+        colour = _COLOURS[leaves[0].state] if len({leaf.state for leaf in leaves}) == 1 else None
+        if line.node.row is None:
+            what, label = (
+                count_of(len(leaves), "leaf"),
+                f"{label}{'/' if separator == '/' else '.*'}",
+            )
+        else:
+            what = _cells(leaves[0])[0]
+            what = f"{what} ×{len(leaves)}" if len(leaves) > 1 else what
+        table.add(label, what, *numbers, colour=colour)
+    shown = table.lines()
+    if cut:
+        shown.append(f"… and {count_of(len(cut), 'leaf')} more; --all lists them")
+    return shown
 
 
 def _cells(leaf: LeafComparison) -> tuple[str, ...]:
@@ -152,20 +243,24 @@ def _cells(leaf: LeafComparison) -> tuple[str, ...]:
         assert there is not None
         return (f"{leaf.state}: {_show(there)}",)
     what = [_show_aspect(aspect, leaf.a, leaf.b) for aspect in leaf.differs if aspect != "value"]
-    if leaf.a.value != leaf.b.value:
+    if leaf.a.value != leaf.b.value and "value" in leaf.differs:
         values = [shorten(printable(str(one.value)), _VALUE_WIDTH) for one in (leaf.a, leaf.b)]
         return (", ".join([*what, " → ".join(values)]),)
     if leaf.distance is None:
         return (", ".join(what) or ("same" if leaf.same else ""),)
     if "value" in leaf.differs:
         what.append("values")
-    distance = leaf.distance
-    share = 100 * distance.changed / max(distance.elements, 1)
-    changed = f"{distance.changed:,} ({share:.3g} %)" if distance.changed else "0"
+    return (", ".join(what) or "same", *_show_distance(leaf.distance))
+
+
+def _show_distance(distance: Distance) -> list[str]:
+    changed = "0"
+    if distance.changed:
+        changed = f"{distance.changed:,} ({human_share(distance.changed, distance.elements)})"
     if distance.nan:
         changed += f", {distance.nan:,} NaN"
-    apart = map(human_number, (distance.largest, distance.mean))
-    return (", ".join(what) or "same", changed, *apart)
+    apart = (distance.largest, distance.mean, distance.relative)
+    return [changed, *(human_number(number, _DIGITS) for number in apart)]
 
 
 def _show_aspect(aspect: str, a: LeafDescription, b: LeafDescription) -> str:
@@ -209,15 +304,21 @@ def _document(leaf: LeafComparison) -> dict[str, Any]:
             "nan": leaf.distance.nan,
             "largest": json_number(leaf.distance.largest),
             "mean": json_number(leaf.distance.mean),
+            "relative": json_number(leaf.distance.relative),
         }
     return {
         "path": leaf.path,
         "same": leaf.same,
         "differs": leaf.differs,
-        "a": None if leaf.a is None else asdict(leaf.a),
-        "b": None if leaf.b is None else asdict(leaf.b),
+        "a": None if leaf.a is None else _describe_one(leaf.a),
+        "b": None if leaf.b is None else _describe_one(leaf.b),
         "elements": elements,
     }
+
+
+def _describe_one(one: LeafDescription) -> dict[str, Any]:
+    document = asdict(one)
+    return {**document, "bytes": document.pop("nbytes")}
 
 
 # What differs
@@ -228,7 +329,8 @@ class Distance:
     """How far the elements of two arrays are apart.
 
     `changed` counts the elements that differ by more than the tolerance. `nan` of them are NaN in
-    one array only. `largest` and `total` are of the absolute differences of all others.
+    one array only. `largest` and `total` are of the absolute differences of all others. `scale` is
+    the sum of the absolute values of b where it differs.
     """
 
     elements: int = 0
@@ -236,6 +338,14 @@ class Distance:
     nan: int = 0
     largest: float = 0.0
     total: float = 0.0
+    scale: float = field(default=0.0, compare=False)
+
+    @property
+    def relative(self) -> float:
+        """The sum of the absolute differences, by that of the values that differ."""
+        if not self.total:
+            return 0.0
+        return self.total / self.scale if self.scale and self.total < math.inf else math.inf
 
     @property
     def mean(self) -> float:
@@ -250,6 +360,7 @@ class Distance:
             self.nan + other.nan,
             max(self.largest, other.largest),
             self.total + other.total,
+            self.scale + other.scale,
         )
 
 
@@ -288,6 +399,11 @@ class LeafDescription:
     value: str | None = None
     same_as: str | None = None
     """The first path of an array that has several."""
+    nbytes: int = 0
+
+    @property
+    def is_plain_array(self) -> bool:
+        return self.shape is not None and not self.kind.startswith("key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +431,7 @@ class CompareOptions:
     atol: float = 0.0
     """Elements are alike if `|a - b| <= atol + rtol * |b|`, as in numpy."""
     structure: bool = False
-    """True to read no array."""
+    """True to compare names, shapes and dtypes only, and the types of values."""
     ignore_sharding: bool = False
 
 
@@ -346,9 +462,14 @@ def compare(a: Source, b: Source, options: CompareOptions) -> TreeComparison:
             unequal.add("value")
         if options.ignore_sharding:
             unequal.discard("sharding")
+        if options.structure and one and other:
+            unequal -= {"sharding", "value", "same_as"}
+            if one.is_plain_array and other.is_plain_array:
+                unequal.discard("kind")  # the library that the array belongs to
         differs = tuple(aspect for aspect in _ASPECTS if aspect in unequal)
         leaves.append(LeafComparison(path, one, other, differs, distance))
-    containers = () if options.patterns else tuple(_containers(a, b))
+    is_partial = bool(options.patterns) or options.structure
+    containers = () if is_partial else tuple(_containers(a, b))
     return TreeComparison(a.location, b.location, tuple(leaves), containers)
 
 
@@ -377,6 +498,7 @@ def _describe(source: Source, path: str, value: Any) -> LeafDescription:
         shape=leaf.shape,
         sharding=sharding_of(source.saved, leaf, with_mesh=True),
         same_as=None if leaf.path == path else leaf.path,
+        nbytes=leaf.nbytes if leaf.path == path else 0,
     )
 
 
@@ -408,8 +530,9 @@ def _measure(options: CompareOptions, a: Array, b: Array) -> Distance:
             apart, size = np.abs(a - b)[comparable], np.abs(b)[comparable]
         # An infinity is not near anything but itself, whatever the tolerance.
         near = (apart <= options.atol + options.rtol * size) & np.isfinite(apart)
-        total = float(apart.sum())
-    return Distance(elements, nan + int((~near).sum()), nan, float(apart.max(initial=0.0)), total)
+        total, scale = float(apart.sum()), float(size.sum())
+    largest = float(apart.max(initial=0.0))
+    return Distance(elements, nan + int((~near).sum()), nan, largest, total, scale)
 
 
 # Containers

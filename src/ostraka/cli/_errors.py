@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from errno import EACCES, EPERM
 from importlib import import_module
@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from ostraka.cli._output import echo, echo_lines
+from ostraka.cli._output import PAGER_OFF, echo, echo_lines
 from ostraka.errors import CheckpointNotFound, Damaged, OstrakaError, nearest
 
 DIFFERENT = 1
@@ -32,23 +32,31 @@ _VERBOSE = "ostraka.verbose"
 class Commands(click.Group):
     """A group whose errors, its own and the library's, are one line on stderr.
 
-    A command is imported when it is called, so that none waits for the imports of another.
+    A command is imported when it is called, so that none waits for the imports of another. The help
+    of the group has the sentence for each command from `sections`.
     """
 
-    def __init__(self, *arguments: Any, names: Sequence[str], **options: Any):
+    def __init__(self, *arguments: Any, sections: Mapping[str, Mapping[str, str]], **options: Any):
         super().__init__(*arguments, **options)
-        self._names = names
-        self.params.append(_verbose_option())
+        self._sections = sections
+        self.params += _common_options()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self._names)
+        return [name for names in self._sections.values() for name in names]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in self._names and cmd_name not in self.commands:
+        if cmd_name in self.list_commands(ctx) and cmd_name not in self.commands:
             command = getattr(import_module(f"ostraka.cli._{cmd_name}"), cmd_name)
-            command.params.append(_verbose_option())
+            command.params += _common_options()
             self.add_command(command)
         return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, commands in self._sections.items():
+            with formatter.section(title):
+                # All sections have columns of the same width.
+                longest = max(map(len, self.list_commands(ctx)))
+                formatter.write_dl([(name.ljust(longest), text) for name, text in commands.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -116,17 +124,21 @@ def _discard_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _verbose_option() -> click.Option:
-    def remember(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-        ctx.meta[_VERBOSE] = wanted or ctx.meta.get(_VERBOSE, False)
+def _common_options() -> list[click.Parameter]:
+    """The options that stand before and after the name of a command."""
 
-    return click.Option(
-        ["-v", "--verbose"],
-        is_flag=True,
-        expose_value=False,
-        callback=remember,
-        help="Show the full traceback on errors.",
-    )
+    def flag(key: str, names: Sequence[str], help_text: str) -> click.Option:
+        def remember(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+            ctx.meta[key] = wanted or ctx.meta.get(key, False)
+
+        return click.Option(
+            names, is_flag=True, expose_value=False, callback=remember, help=help_text
+        )
+
+    return [
+        flag(PAGER_OFF, ["--no-pager"], "Show long output without a pager."),
+        flag(_VERBOSE, ["-v", "--verbose"], "Show the full traceback on errors."),
+    ]
 
 
 def _wants_colour() -> bool | None:

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from ostraka.cli._arguments import flag, json_option, path_argument
-from ostraka.cli._output import Table, echo_json, echo_lines
+from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._confirm import Consent, consent_options
+from ostraka.cli._output import Table, echo, echo_json, echo_lines, human_size
 from ostraka.cli._roots import removal_lines
-from ostraka.common.units import human_bytes
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,
@@ -36,76 +36,106 @@ class Leftovers:
     """True if the directory also has a checkpoint, which stays."""
 
 
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that is in the way, or in use, at a directory of steps."""
+
+    leftovers: list[Leftovers]
+    busy: list[str]
+    """Locations where a save is running."""
+    refusals: list[StoreError]
+    """Why some directories could not be looked at."""
+
+
 @click.command()
 @path_argument("root")
-@flag("--yes", "Remove them. Without it they are only shown.")
+@consent_options
 @json_option()
-def gc(root: str, yes: bool, as_json: bool) -> None:
+def gc(root: str, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Remove the files of interrupted saves from ROOT.
 
     ROOT is a directory of steps, or of one checkpoint. An interrupted save leaves files that no
     checkpoint refers to, an interrupted removal leaves files without a checkpoint. The command
     touches no file of a running save, and no file that Ostraka did not write. Beside a damaged
     checkpoint it removes nothing, since a repair may need those files. It removes the lease of a
-    reader (ostraka watch) once it has expired. Without --yes it only shows what it would remove.
+    reader (ostraka watch) once it has expired.
+
+    The command asks before it removes anything. --yes answers for you, --dry-run only shows what
+    would be removed. Where nobody can be asked, it removes nothing without --yes.
 
     \b
     Examples:
       ostraka gc runs
+      ostraka gc runs --dry-run
       ostraka gc runs --yes
     """
+    consent = Consent(dry_run, yes)
     store = open_store(root)
     location = store.location
     if not store.exists():
         if store.look("") is not None:
             raise NotACheckpoint(f"{location} is a file; ostraka gc needs a directory")
         raise CheckpointNotFound(f"there is no directory {location}")
-    found: list[Leftovers] = []
-    busy: list[str] = []
-    refusals: list[StoreError] = []
+    findings = _look_around(store, remove=yes)
+    removed = yes
+    if not yes and findings.leftovers:
+        what = count_of(sum(len(left.names) for left in findings.leftovers), "leftover")
+        lines = _lines(location, findings, [], removed=False)
+        removed = consent.ask(f"remove {what} from {location}", lines)
+        if removed:
+            findings = _look_around(store, remove=True)
+    leases = list(filter(is_lease, store.list()))
+    if as_json:
+        document = {
+            "root": location,
+            "removed": removed,
+            "leftovers": [asdict(left) for left in findings.leftovers],
+            "in_use": findings.busy,
+            "leases": leases,
+            "refused": [str(error) for error in findings.refusals],
+        }
+        echo_json(document)
+    else:
+        if removed or dry_run or not findings.leftovers:  # Else they stand above the question.
+            echo_lines(_lines(location, findings, leases, removed=removed))
+        if findings.leftovers and not removed:
+            echo("nothing was removed")
+    if findings.refusals:
+        raise findings.refusals[0]
+
+
+def _look_around(store: Store, *, remove: bool) -> Findings:
+    """The leftovers in a directory and in its steps, which `remove` removes."""
+    found = Findings([], [], [])
     # The target of a link belongs to others.
     steps = [n for n in store.list() if step_of(n) is not None and not store.is_link(n)]
     for name in ("", *steps):
         place = store.at(name) if name else store
         try:
-            found += _collect(place, remove=yes)
+            found.leftovers.extend(_collect(place, remove=remove))
         except Busy:
-            busy.append(place.location)
+            found.busy.append(place.location)
         except StoreError as error:  # The other directories can still be cleaned.
-            refusals.append(error)
-    if yes and (gone := remove_expired_leases(store, wait=True)):
-        found.append(Leftovers(location, tuple(gone), 0, False))
-    leases = list(filter(is_lease, store.list()))
-    if as_json:
-        document = {
-            "root": location,
-            "removed": yes,
-            "leftovers": [asdict(left) for left in found],
-            "in_use": busy,
-            "leases": leases,
-            "refused": [str(error) for error in refusals],
-        }
-        echo_json(document)
-    else:
-        echo_lines(_lines(location, found, busy, leases, removed=yes))
-    if refusals:
-        raise refusals[0]
+            found.refusals.append(error)
+    if remove and (gone := remove_expired_leases(store, wait=True)):
+        found.leftovers.append(Leftovers(store.location, tuple(gone), 0, False))
+    return found
 
 
-def _lines(
-    location: str, found: list[Leftovers], busy: list[str], leases: list[str], *, removed: bool
-) -> list[str]:
+def _lines(location: str, findings: Findings, leases: list[str], *, removed: bool) -> list[str]:
     lines: list[str] = []
-    if found:
+    if found := findings.leftovers:
         table = Table(("directory", "what", "size", "beside"), right=("size",))
         for left in found:
             beside = "a checkpoint, which stays" if left.beside_a_checkpoint else "nothing"
             name = left.directory.removeprefix(location).strip("/") or "."
-            table.add(name, ", ".join(left.names), human_bytes(left.bytes), beside)
+            table.add(name, ", ".join(left.names), human_size(left.bytes), beside)
         what = count_of(sum(len(left.names) for left in found), "leftover")
         nbytes = sum(left.bytes for left in found)
         lines += removal_lines(location, table, what, nbytes, removed=removed)
-    lines += [f"{printable(directory)}: a save is under way; left alone" for directory in busy]
+    lines += [
+        f"{printable(directory)}: a save is under way; left alone" for directory in findings.busy
+    ]
     for lease in leases:
         what = "it is active; left alone" if removed else "--yes removes it if it has expired"
         lines.append(f"{printable(location)}/{printable(lease)}: the lease of a reader; {what}")

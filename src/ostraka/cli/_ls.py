@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -9,10 +11,17 @@ import click
 from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED, FAILED
 from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size, shorten
-from ostraka.cli._roots import describe_step, is_forbidden, open_root, show_metrics
+from ostraka.cli._roots import (
+    describe_step,
+    is_forbidden,
+    lost_files,
+    open_root,
+    show_metrics,
+)
 from ostraka.cli._verify import check
-from ostraka.common.units import human_bytes
+from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Problem, count_of, printable
+from ostraka.formats.ostraka.damage import MISSING
 from ostraka.formats.unknown import likely_steps
 from ostraka.manager.steps import Root, Step, ascending
 
@@ -32,9 +41,9 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
     Each is shown with its size, its age, its metrics, whether it is pinned, and its state:
 
     \b
-    complete     it was committed
+    complete     it was committed, and all of its files are there
     intact       it has just been read and verified (--verify)
-    damaged      it can't be used
+    damaged      it can't be used, or files of it are missing
     forbidden    you may not read it
     unsupported  only a newer version of Ostraka can read it
     foreign      Orbax wrote it: a Manager reads it, but never deletes it
@@ -56,15 +65,17 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
     root = open_root(path)
     documents: list[dict[str, Any]] = []
     unusable: list[str] = []
-    table = Table(("step", "size", "saved", "metrics", "pinned", "state"), right=("step", "size"))
-    for step in ascending(root.scan()):
+    head = ("step", "size", "saved", "metrics", "pinned", "state")
+    table = Table(head, right=("step", "size"), shrink=("metrics", "state"))
+    steps = ascending(root.scan())
+    for step, lost in zip(steps, _lost_files(root, steps), strict=True):
         document = describe_step(root, step)
         is_checked = verified and not step.is_foreign and not step.problems
         report = check(document["path"]) if is_checked else None
-        problems = step.problems if report is None else report.problems
+        problems = step.problems or (lost if report is None else report.problems)
         state = "intact" if report else "complete"
         if problems:
-            state, why = _explain(root, step, problems[0])
+            state, why = _explain(root, step, problems)
             unusable.append(state)
             state += f": {shorten(printable(why), _PROBLEM_WIDTH)}"
         elif step.is_foreign:
@@ -90,7 +101,7 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
     if as_json:
         echo_json({"root": root.location, "steps": documents})
     elif documents:
-        total = human_bytes(sum(document["bytes"] or 0 for document in documents))
+        total = human_size(sum(document["bytes"] or 0 for document in documents))
         summary = f"{count_of(len(documents), 'step')}, {total}"
         echo_lines([location, "", *table.lines(), "", summary])
     else:
@@ -101,9 +112,18 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
         click.get_current_context().exit(DAMAGED if "damaged" in unusable else FAILED)
 
 
-def _explain(root: Root, step: Step, problem: Problem) -> tuple[str, str]:
+def _lost_files(root: Root, steps: Sequence[Step]) -> list[tuple[Problem, ...]]:
+    """The lost files of each step, with a listing for each."""
+    threads = root.store.traits.reads_at_once if root.store.traits.is_remote else 1
+    return run_all(partial(lost_files, root), steps, threads=threads, stop=StopSignal())
+
+
+def _explain(root: Root, step: Step, problems: Sequence[Problem]) -> tuple[str, str]:
     """The state of a step that can't be used, and why."""
     if step.unsupported is not None:
         return "unsupported", step.unsupported
     may_be_intact = bool(step.problems) and is_forbidden(root, step)
-    return "forbidden" if may_be_intact else "damaged", str(problem)
+    missing = sum(problem.found == MISSING for problem in problems)
+    if missing and not step.problems:
+        return "damaged", f"{count_of(missing, 'file')} missing"
+    return "forbidden" if may_be_intact else "damaged", str(problems[0])

@@ -6,8 +6,10 @@ from typing import Any
 
 import click
 
-from ostraka.cli._arguments import json_option, option, parsed, path_argument, repeated
+from ostraka.cli._arguments import flag, json_option, option, parsed, path_argument, repeated
 from ostraka.cli._output import echo_report, progress
+from ostraka.errors import PathInTheWay
+from ostraka.storage import open_store
 
 
 def _numbers(text: str) -> list[float]:
@@ -39,10 +41,14 @@ def _rule(text: str) -> tuple[str, int]:
 @repeated("--only", "PATTERN", "Merge these leaves.")
 @option("--dtype", str, "Save floating-point arrays as this dtype.")
 @option("--compress", "zstd", "Compress the result.")
+@flag(
+    "--overwrite", "Replace the Ostraka checkpoint at DST. It stays until the new one is complete."
+)
 @json_option("Print the result as JSON.")
 def merge(
     sources: tuple[str, ...],
     target: str,
+    overwrite: bool,
     take: tuple[tuple[str, int], ...],
     only: tuple[str, ...],
     as_json: bool,
@@ -54,7 +60,7 @@ def merge(
     moving average with --ema. All other leaves (integers, bools, PRNG keys, Python values) are
     those of the last SRC. With --lora the first SRC is a base, the second has its adapters (lora_a
     and lora_b), and SCALE times their product is added to each kernel. Memory use is bounded.
-    Dtypes and shardings stay the same.
+    Dtypes and shardings stay the same. DST must not exist, unless you give --overwrite.
 
     \b
     Examples:
@@ -63,6 +69,12 @@ def merge(
       ostraka merge base adapters merged --lora 2
       ostraka merge a b both --take 'head/**=1' --take '**=0'
     """
+    store = open_store(target)
+    is_file = not store.exists() and store.look("") is not None
+    if not overwrite and (is_file or store.list()):
+        raise PathInTheWay(
+            f"{store.location} exists already; merge to another path, or give --overwrite"
+        )
     from ostraka.transfer.convert import merge  # with JAX, which the other commands do without
 
     with progress(f"merging to {target}") as bar:

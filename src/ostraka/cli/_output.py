@@ -1,16 +1,21 @@
 """How commands print: numbers and tables for people, JSON for scripts, progress bars.
 
 Everything goes through `echo`, `echo_lines` or `echo_json`. Names in an untrusted checkpoint may
-hold control characters, which must not reach a terminal.
+hold control characters, which must not reach a terminal. Output that is longer than the screen goes
+through a pager.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shlex
+import shutil
 import sys
-from collections.abc import Generator, Sequence
+import textwrap
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -27,6 +32,42 @@ _STYLE = re.compile("(\x1b\\[[0-9;]*m)")
 """Our own colours. `printable` escapes those in other text."""
 _MOST_DIGITS = 4000
 """Python refuses to write more in decimal."""
+_SCHEMA = 1
+"""The version of the JSON of all commands. It grows if a key changes its meaning or goes away."""
+_PIPE_LINES = 40
+_LEAST_WIDTH = 10
+"""No column of a table gets narrower than this, to fit the screen."""
+
+PAGER_OFF = "ostraka.pager_off"
+"""Set in the context of click by --no-pager."""
+
+
+# The screen
+
+
+def screen_width() -> int | None:
+    """The columns of the screen, or None if the output is not for one."""
+    if _is_set("COLUMNS") or _is_terminal():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def screen_lines() -> int:
+    """The lines of the screen, or a usual number of them."""
+    if _is_set("LINES") or _is_terminal():
+        return shutil.get_terminal_size().lines
+    return _PIPE_LINES
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").isdecimal()
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+# Numbers
 
 
 def human_seconds(seconds: float) -> str:
@@ -50,15 +91,25 @@ def human_age(saved_at: float | None) -> str:
 
 
 def human_size(nbytes: int | None) -> str:
-    """A number of bytes, or `unknown`."""
+    """A number of bytes, or `unknown`. The command prints every size with this function."""
     return "unknown" if nbytes is None else human_bytes(nbytes)
 
 
-def human_number(number: float | int | None) -> str:
+def human_number(number: float | int | None, digits: int = 6) -> str:
     """A number with six digits at most, but integers in full."""
     if number is None:
         return "–"
-    return f"{number:,}" if isinstance(number, int) else f"{number:.6g}"
+    return f"{number:,}" if isinstance(number, int) else f"{number:.{digits}g}"
+
+
+def human_share(part: int, whole: int) -> str:
+    """A percentage that is 0 % or 100 % only if it is exactly that."""
+    if part in (0, whole):
+        return "100 %" if part else "0 %"
+    share = 100 * part / whole
+    if share >= 99.95:
+        return "<100 %"
+    return f"{share:.3g} %" if share >= 0.001 else "<0.001 %"
 
 
 def show_shape(shape: Sequence[int]) -> str:
@@ -71,29 +122,61 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-class Table:
-    """A text table. Columns named in `right` are right-aligned."""
+def wrap(text: str, indent: str = "") -> list[str]:
+    """A text in lines that fit the screen, broken between words. One line if there is none."""
+    width = screen_width()
+    if width is None or len(indent) + len(text) <= width:
+        return [f"{indent}{text}"]
+    return textwrap.wrap(
+        text,
+        max(width, _LEAST_WIDTH),
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_on_hyphens=False,
+        break_long_words=False,  # Paths can be copied.
+    )
 
-    def __init__(self, head: Sequence[str], *, right: Sequence[str] = ()):
+
+def shorten_middle(text: str, width: int) -> str:
+    """Both ends of a text that is longer than `width`."""
+    if len(text) <= width:
+        return text
+    end = (width - 1) * 2 // 3
+    return f"{text[: width - 1 - end]}…{text[-end:]}"
+
+
+class Table:
+    """A text table. Columns named in `right` are right-aligned.
+
+    To fit the screen, columns named in `shrink` are shortened, one after the other.
+    """
+
+    def __init__(
+        self, head: Sequence[str], *, right: Sequence[str] = (), shrink: Sequence[str] = ()
+    ):
         self._head = tuple(head)
         self._right = [name in right for name in head]
+        self._shrink = [self._head.index(name) for name in shrink if name in self._head]
         self._rows: list[tuple[tuple[str, ...], str | None]] = []
 
     def add(self, *cells: str, colour: str | None = None) -> None:
         """Add a row. The last cell of a short one may extend over the remaining columns."""
         self._rows.append((tuple(map(printable, cells)), colour))
 
+    def width(self) -> int:
+        """The columns of the screen that its full rows need if nothing is shortened."""
+        widths = self._widths()
+        return sum(widths) + 2 * (len(widths) - 1)
+
     def lines(self) -> list[str]:
         """The head, and one line for each row."""
-        widths = [len(name) for name in self._head]
-        for cells, _ in self._rows:
-            # The last cell of a short row extends over the columns behind it.
-            for column, cell in enumerate(cells if len(cells) == len(widths) else cells[:-1]):
-                widths[column] = max(widths[column], len(cell))
-        lines = [click.style(self._line(self._head, widths), dim=True)]
+        widths, most = self._widths(), screen_width()
+        if most is not None:
+            self._fit(widths, most)
+        lines = [click.style(self._line(self._head, widths, most), dim=True)]
         above = ""
         for cells, colour in self._rows:
-            line = self._line(cells, widths)
+            line = self._line(cells, widths, most)
             # Names that a row shares with the row above are dim.
             same = [one == other for one, other in zip(line, above, strict=False)]
             shared = line.rfind("/", 0, [*same, False].index(False)) + 1
@@ -102,12 +185,33 @@ class Table:
             above = cells[0]
         return lines
 
-    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+    def _widths(self) -> list[int]:
+        widths = [len(name) for name in self._head]
+        for cells, _ in self._rows:
+            # The last cell of a short row extends over the columns behind it.
+            for column, cell in enumerate(cells if len(cells) == len(widths) else cells[:-1]):
+                widths[column] = max(widths[column], len(cell))
+        return widths
+
+    def _fit(self, widths: list[int], most: int) -> None:
+        """Make columns narrower until all fit, first those that `shrink` names first."""
+        for column in self._shrink:
+            excess = sum(widths) + 2 * (len(widths) - 1) - most
+            least = max(_LEAST_WIDTH, len(self._head[column]))
+            widths[column] = max(widths[column] - max(excess, 0), min(widths[column], least))
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int], most: int | None) -> str:
         full = len(cells) == len(widths)
-        padded = [
-            cell.rjust(width) if full and right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, self._right, strict=False)
-        ]
+        padded: list[str] = []
+        for column, (cell, width, right) in enumerate(
+            zip(cells, widths, self._right, strict=False)
+        ):
+            if full or column < len(cells) - 1:
+                if column in self._shrink:
+                    cell = shorten(cell, width) if column else shorten_middle(cell, width)
+            elif most is not None and self._shrink:
+                cell = shorten(cell, max(most - sum(map(len, padded)) - 2 * column, _LEAST_WIDTH))
+            padded.append(cell.rjust(width) if full and right else cell.ljust(width))
         return "  ".join(padded).rstrip()
 
 
@@ -117,8 +221,36 @@ def echo(line: str, *, err: bool = False) -> None:
 
 
 def echo_lines(lines: Sequence[str], *, err: bool = False) -> None:
-    """Print all lines with one write."""
-    click.echo("\n".join(map(_escaped, lines)), err=err)
+    """Print all lines with one write, through a pager if they are more than the screen has."""
+    text = "\n".join(map(_escaped, lines))
+    if err:
+        click.echo(text, err=True)
+    else:
+        echo_text(text)
+
+
+def echo_text(text: str) -> None:
+    """Print text that holds no control characters but colours, through a pager if it is long.
+
+    OSTRAKA_PAGER or PAGER names the pager. `cat`, an empty name and --no-pager turn it off.
+    """
+    wanted = os.environ.get("OSTRAKA_PAGER", os.environ.get("PAGER", "less"))
+    context = click.get_current_context(silent=True)
+    is_off = shlex.split(wanted)[:1] in ([], ["cat"]) or (context and context.meta.get(PAGER_OFF))
+    if is_off or not _is_terminal() or text.count("\n") + 1 < screen_lines():
+        click.echo(text)
+        return
+    before = {name: os.environ.get(name) for name in ("PAGER", "LESS")}
+    os.environ["PAGER"] = wanted
+    os.environ.setdefault("LESS", "FRX")  # as git does: colours, and the text stays on the screen
+    try:
+        click.echo_via_pager(text, color=context is None or context.color is not False)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _escaped(line: str) -> str:
@@ -129,9 +261,14 @@ def _escaped(line: str) -> str:
     return "".join(part if number % 2 else printable(part) for number, part in enumerate(parts))
 
 
-def echo_json(document: Any, *, indent: int | None = 1) -> None:
+def with_schema(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document that begins with the version of its keys."""
+    return {"schema": _SCHEMA, **document}
+
+
+def echo_json(document: Mapping[str, Any], *, indent: int | None = 1) -> None:
     """Print a document as JSON in ASCII, which escapes control characters."""
-    click.echo(json_text(document, indent=indent))
+    echo_text(json_text(with_schema(document), indent=indent))
 
 
 def echo_report(report: Any, *, as_json: bool) -> None:
@@ -177,11 +314,16 @@ def progress(what: str, total_bytes: int | None = None) -> Generator[OnBytes]:
     from rich import progress as rich_progress
     from rich.console import Console
 
+    class Sizes(rich_progress.ProgressColumn):
+        def render(self, task: rich_progress.Task) -> str:
+            total = None if task.total is None else int(task.total)
+            rate = "" if task.speed is None else f", {human_size(int(task.speed))}/s"
+            return f"{human_size(int(task.completed))} of {human_size(total)}{rate}"
+
     columns = (
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
-        rich_progress.DownloadColumn(binary_units=True),
-        rich_progress.TransferSpeedColumn(),
+        Sizes(),
         rich_progress.TimeRemainingColumn(),
     )
     shown = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)

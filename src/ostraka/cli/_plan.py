@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from ostraka.cli._arguments import AXES, RATE, SIZE, TIME, complete_words, json_option, option
-from ostraka.cli._output import echo_json, echo_lines
+from ostraka.cli._output import echo_json, echo_lines, echo_text, with_schema
 from ostraka.errors import OstrakaError, store_error
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ _LIST = ""
 )
 @click.pass_context
 def plan(context: click.Context, **given: Any) -> None:
-    """Show what a checkpoint of SOURCE will cost, to the byte, without writing it.
+    """Show what a checkpoint of SOURCE will cost, without writing it.
+
+    Sizes are exact to the byte.
 
     SOURCE is a built-in model (--names), a Hugging Face config.json, a checkpoint, or a Python
     function as package.module:function or file.py:function. The function makes an NNX model, a pair
@@ -109,7 +111,7 @@ def plan(context: click.Context, **given: Any) -> None:
     if given["names"] == _LIST:
         from ostraka.families.catalog import MODELS
 
-        echo_json(list(MODELS)) if given["as_json"] else echo_lines(list(MODELS))
+        echo_json({"names": list(MODELS)}) if given["as_json"] else echo_lines(list(MODELS))
         return
     if given["source"] is None:
         raise click.MissingParameter(ctx=context, param=context.command.params[0])
@@ -120,7 +122,7 @@ def plan(context: click.Context, **given: Any) -> None:
         raise
     except (ValueError, TypeError) as error:
         raise click.UsageError(str(error), context) from error
-    text = json.dumps(document, indent=1, allow_nan=False)
+    text = json.dumps(with_schema(document), indent=1, allow_nan=False)
     if given["output"] is not None:
         try:
             with open(given["output"], "w", encoding="utf-8") as file:
@@ -128,7 +130,7 @@ def plan(context: click.Context, **given: Any) -> None:
         except OSError as error:
             raise store_error("write", given["output"], error) from error
     if given["as_json"]:
-        click.echo(text)
+        echo_text(text)
     else:
         from ostraka.cli._plan_tables import print_document
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ostraka.common.units import human_bytes
+from ostraka.cli._output import echo_text, human_size
 from ostraka.errors import count_of, printable
 
 _BAR_WIDTH = 24
@@ -22,24 +20,21 @@ PlanLine = tuple[str, str, str]
 
 def print_document(document: dict[str, Any]) -> None:
     """Print every variant, and the comparison."""
-    console = _Console(highlight=False)
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = _Console(highlight=False, width=_PIPE_WIDTH)
-    for variant in document["variants"]:
-        _print_variant(console, variant)
-    if document["comparison"]:
-        _print_comparison(console, document)
-
-
-class _Console(Console):
-    """A console that raises BrokenPipeError, which the command handles."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        console = Console(highlight=False, width=_PIPE_WIDTH)
+    with console.capture() as printed:
+        for variant in document["variants"]:
+            _print_variant(console, variant)
+        if document["comparison"]:
+            _print_comparison(console, document)
+    echo_text(printed.get().removesuffix("\n"))
 
 
 def _print_variant(console: Console, variant: dict[str, Any]) -> None:
     console.print(f"[bold]{_shown(variant['title'])}[/bold]  {_shown(_where(variant))}")
+    for name, text in _summary(variant):
+        console.print(f"[dim]{name:10}[/dim]  {_shown(text)}")
     console.print()
     # Some encodings have no block character for bars.
     block = "#" if _BLOCK.encode(console.encoding, "replace") == b"?" else _BLOCK
@@ -54,8 +49,44 @@ def _print_variant(console: Console, variant: dict[str, Any]) -> None:
         console.print()
     for limit in variant["limits"]:
         colour, word = ("green", "within") if limit["ok"] else ("red", "exceeds")
-        sizes = f"{human_bytes(limit['found_bytes'])}, limit {human_bytes(limit['limit_bytes'])}"
+        sizes = f"{human_size(limit['found_bytes'])}, limit {human_size(limit['limit_bytes'])}"
         console.print(f"[{colour}]{word} --{limit['name'].replace('_', '-')}[/{colour}]: {sizes}")
+
+
+def _summary(variant: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What most people want to know, in six lines. The tables below have the details."""
+    parameters, parity = variant["parameters"], variant["parity"]
+    elements = f"{variant['elements']:,} elements in {count_of(variant['arrays'], 'array')}"
+    yield "parameters", elements if parameters is None else f"{parameters:,}"
+    written = human_size(variant["total_bytes"])
+    if variant["compressed"] is not None:
+        written = f"{human_size(variant['compressed']['total_bytes'])} of {written} uncompressed"
+    if parity is not None:
+        written += f", {human_size(parity['bytes'])} of them parity"
+    yield "bytes", written
+    files = variant["files"]
+    largest = files["largest"]
+    most = "" if largest is None else f", the largest {human_size(largest['bytes'])}"
+    yield "files", f"{files['in_all']:,}{most}"
+    yield "per host", f"{human_size(round(variant['host_bytes']['most']))} at most"
+    save_s, restore_s = variant["save"]["duration_s"], variant["restore"]["duration_s"]
+    times = f"save {_seconds(save_s)}, restore {_seconds(restore_s)}"
+    unknown = save_s is None and restore_s is None
+    yield "time", "unknown; give a bandwidth, or --probe DIR" if unknown else times
+    yield "recovery", _recovery(variant)
+
+
+def _recovery(variant: dict[str, Any]) -> str:
+    """What may be lost without another copy, and how long a new host takes."""
+    host, parity = variant["recovery"]["lost_host"], variant["parity"]
+    back = f"a new host reads {human_size(host['held_bytes'])}"
+    if host["duration_s"] is not None:
+        back += f" in {_seconds(host['duration_s'])}"
+    if parity is None or parity["covers"] is None:
+        return f"{back}; lost files need a copy, or --parity"
+    one = {"hosts": "host", "processes": "process", "files": "shard file"}[parity["covers"]]
+    lost = one if parity["count"] == 1 else {"process": "processes"}.get(one, f"{one}s")
+    return f"{back}; parity covers any {parity['count']} {lost}"
 
 
 def _axes(mesh: dict[str, int]) -> str:
@@ -95,51 +126,51 @@ def _saved_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     if variant["parameters"] is not None:
         yield "parameters", f"{variant['parameters']:,}", ""
     yield "arrays", f"{variant['arrays']:,}", f"{variant['elements']:,} elements"
-    yield "bytes", human_bytes(variant["data_bytes"]), f"{variant['data_bytes']:,}"
+    yield "bytes", human_size(variant["data_bytes"]), f"{variant['data_bytes']:,}"
     groups = variant["groups"]
     most = max((group["bytes"] for group in groups.values()), default=0)
     dtypes = {name: ", ".join(group["dtypes"]) for name, group in groups.items()}
     width = max(map(len, dtypes.values()), default=0)
     for name, group in groups.items():
         note = f"{dtypes[name]:{width}}  {_bar(group['bytes'], most)}"
-        yield f"  {name}", human_bytes(group["bytes"]), note
+        yield f"  {name}", human_size(group["bytes"]), note
     wider = variant["data_bytes_in_float32"]
     if wider is not None and wider["optimizer"] > variant["data_bytes"]:
         note = "--optimizer-dtype float32; optax takes the parameters' dtype"
-        yield "with float32 moments", human_bytes(wider["optimizer"]), note
+        yield "with float32 moments", human_size(wider["optimizer"]), note
     if wider is not None:
         note = "--dtype float32, if the parameters are kept in float32"
-        yield "all in float32", human_bytes(wider["everything"]), note
+        yield "all in float32", human_size(wider["everything"]), note
 
 
 def _written_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     files, compressed = variant["files"], variant["compressed"]
     before = " before compression, as all sizes below" if compressed else ""
-    yield "in all", human_bytes(variant["total_bytes"]), f"{variant['total_bytes']:,}{before}"
+    yield "in all", human_size(variant["total_bytes"]), f"{variant['total_bytes']:,}{before}"
     if compressed is not None:
         size = compressed["total_bytes"]
         estimate = f"an estimate: {size / variant['total_bytes']:.2f}, for normal weights"
         note = estimate if compressed["is_estimate"] else f"{size:,}"
-        yield "compressed", human_bytes(size), note
+        yield "compressed", human_size(size), note
     yield from _parity_rows(variant["parity"])
     yield "files", f"{files['in_all']:,}", f"{files['shards']:,} of them shards"
     if files["largest"] is not None:
-        yield "largest file", human_bytes(files["largest"]["bytes"]), files["largest"]["name"]
+        yield "largest file", human_size(files["largest"]["bytes"]), files["largest"]["name"]
     for what, sizes in (("device", variant["shard_bytes"]), ("host", variant["host_bytes"])):
         for name in ("least", "mean", "most"):
             size = round(sizes[name])
-            yield f"a {what}, {name}", human_bytes(size), _bar(size, sizes["most"])
+            yield f"a {what}, {name}", human_size(size), _bar(size, sizes["most"])
     yield "skew of hosts", f"{variant['host_bytes']['skew']:.2%}", ""
     exact = "" if variant["index_bytes_are_exact"] else "from the indexes of a few processes"
-    yield "metadata", human_bytes(variant["metadata_bytes"]), f"{variant['metadata_bytes']:,}"
-    yield "indexes", human_bytes(variant["index_bytes"]), exact
+    yield "metadata", human_size(variant["metadata_bytes"]), f"{variant['metadata_bytes']:,}"
+    yield "indexes", human_size(variant["index_bytes"]), exact
 
 
 def _parity_rows(parity: dict[str, Any] | None) -> Iterator[PlanLine]:
     if parity is None:
         return
     share = f"{parity['share']:.1%} more, in {count_of(parity['files'], 'file')}"
-    yield "parity", human_bytes(parity["bytes"]), share
+    yield "parity", human_size(parity["bytes"]), share
     if parity["covers"] is not None:
         number, what = parity["count"], parity["covers"]
         one = {"hosts": "host", "processes": "process", "files": "shard file"}[what]
@@ -148,14 +179,14 @@ def _parity_rows(parity: dict[str, Any] | None) -> Iterator[PlanLine]:
         yield "  stands the loss of", f"any {number} {noun}", note
     back = parity["read_back_bytes"]["most"]
     if back:
-        yield "  a host reads back", human_bytes(back), "before the commit, at most"
+        yield "  a host reads back", human_size(back), "before the commit, at most"
 
 
 def _save_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     save, staging = variant["save"], variant["staging_bytes"]
-    yield "staging memory of a host", human_bytes(staging["accelerators"]), "with accelerators"
-    yield "", human_bytes(staging["cpu"]), "on CPUs"
-    held = human_bytes(staging["held_by_save_async"])
+    yield "staging memory of a host", human_size(staging["accelerators"]), "with accelerators"
+    yield "", human_size(staging["cpu"]), "on CPUs"
+    held = human_size(staging["held_by_save_async"])
     yield "held by save_async", held, "with accelerators: a copy of all that a host's devices hold"
     yield _time_row(save)
     if save["duration_s"] is not None:
@@ -173,7 +204,7 @@ def _peak_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
     for key, what in (("_host", "a host"), ("", "all hosts")):
         rate = work[f"peak_bytes_per_second{key}"]
         if rate is not None:
-            yield f"peak I/O, {what}", f"{human_bytes(round(rate))}/s", ""
+            yield f"peak I/O, {what}", f"{human_size(round(rate))}/s", ""
 
 
 def _restore_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
@@ -182,12 +213,12 @@ def _restore_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
     sampled = "" if not is_sampled else f"worked out for {count_of(looked_at, 'host')}"
     # One of the hosts that were not computed may read a little more.
     title = "a host reads, about" if is_sampled else "a host reads, at most"
-    yield title, human_bytes(read["most"]), sampled
+    yield title, human_size(read["most"]), sampled
     yield "over-read", f"{work['over_read']:.2%}", "headers, and whole blocks for parts of them"
     in_files = f"in {count_of(work['files']['most'], 'file')}"
     yield "reads of a host", f"{work['ranges']['most']:,}", in_files
     yield "requests of a host", f"{work['requests']['most']:,}", "in a bucket"
-    yield "to open it", human_bytes(work["opening_bytes"]), "metadata and indexes"
+    yield "to open it", human_size(work["opening_bytes"]), "metadata and indexes"
     yield _time_row(work)
     yield from _peak_rows(work)
 
@@ -195,17 +226,17 @@ def _restore_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
 def _recovery_rows(recovery: dict[str, Any]) -> Iterator[PlanLine]:
     shard, host, disk = (recovery[name] for name in ("lost_shard", "lost_host", "lost_disk"))
     if shard is not None:
-        elsewhere = human_bytes(shard["held_elsewhere_bytes"])
+        elsewhere = human_size(shard["held_elsewhere_bytes"])
         note = (
             f"{_seconds(shard['duration_s'])} to write; {elsewhere} of it is on other devices, too"
         )
-        yield "a shard", human_bytes(shard["size_bytes"]), note
-    alone = human_bytes(host["sole_bytes"])
+        yield "a shard", human_size(shard["size_bytes"]), note
+    alone = human_size(host["sole_bytes"])
     note = f"{_seconds(host['duration_s'])} to read; {alone} of it is on no other host"
-    yield "a host", human_bytes(host["held_bytes"]), note
-    elsewhere = human_bytes(disk["held_elsewhere_bytes"])
+    yield "a host", human_size(host["held_bytes"]), note
+    elsewhere = human_size(disk["held_elsewhere_bytes"])
     note = f"{_seconds(disk['duration_s'])} to write; {elsewhere} of it is on other hosts, too"
-    yield "a host's disk", human_bytes(disk["written_bytes"]), note
+    yield "a host's disk", human_size(disk["written_bytes"]), note
 
 
 def _time_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
@@ -215,8 +246,8 @@ def _time_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
         variant["save"]["duration_s"],
     )
     if kept is not None:
-        during = f"{human_bytes(kept['bytes_while_saving'])} while one more is saved"
-        yield f"storage for {kept['keep']}", human_bytes(kept["bytes"]), during
+        during = f"{human_size(kept['bytes_while_saving'])} while one more is saved"
+        yield f"storage for {kept['keep']}", human_size(kept["bytes"]), during
     if interval is None:
         return
     counted = "" if interval["restore_is_counted"] else ", restoring not counted"
@@ -251,7 +282,7 @@ def _cell(key: str, value: Any) -> str:
         return f"{value:.2%}"
     if key.endswith("duration_s"):
         return _seconds(value)
-    return f"{value:,}" if key == "files.shards" else human_bytes(value)
+    return f"{value:,}" if key == "files.shards" else human_size(value)
 
 
 def _shown(text: str) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 import click
 
 from ostraka.cli._output import Table, human_number, human_size, json_number
-from ostraka.errors import CheckpointNotFound, printable
+from ostraka.errors import CheckpointNotFound, Problem, printable
 from ostraka.formats import is_orbax, open_source
+from ostraka.formats.ostraka.damage import MISSING, other_size
 from ostraka.formats.safetensors.files import has_safetensors
 from ostraka.layout import shard_file
-from ostraka.layout.file_names import possible_steps
+from ostraka.layout.file_names import possible_steps, step_of
 from ostraka.manager.steps import Root, Step
-from ostraka.storage import Store, open_store
+from ostraka.storage import Store, open_above, open_store
 
 
 def checkpoints_at(path: str) -> list[str]:
@@ -46,6 +47,23 @@ def open_root(path: str) -> Root:
     return Root(path)
 
 
+def step_at(path: str) -> tuple[Root, int]:
+    """The directory and the number of a step by its path, such as `runs/7`.
+
+    Raises CheckpointNotFound if it is none.
+    """
+    store = open_store(path)
+    name = store.location.rpartition("/")[2]
+    number, above = step_of(name), open_above(store)
+    if number is None or above is None:
+        raise CheckpointNotFound(
+            f"{store.location} is no step of a run; give the path of one, such as runs/7"
+        )
+    root = Root(above)
+    root.find(number)
+    return root, number
+
+
 def file_bytes(root: Root, step: Step) -> int | None:
     """The bytes of a step's files, or None if unknown."""
     if step.nbytes is not None:
@@ -55,6 +73,36 @@ def file_bytes(root: Root, step: Step) -> int | None:
     except (OSError, ValueError):
         return None
     return sum(file.nbytes for file in source.files())
+
+
+def lost_files(root: Root, step: Step) -> tuple[Problem, ...]:
+    """The files of a step that a listing lacks, or has in another size. No shard is read."""
+    if step.is_foreign or step.problems or step.nbytes is None:
+        return ()
+    store = root.at(step.names[0])
+    try:
+        if sum(file.size for file in store.files("shards-") if is_shard(file.name)) == step.nbytes:
+            return ()
+        # Shards are lost, or those of another save are beside them.
+        source = open_source(store)
+        sizes = {file.name: file.size for file in store.files("")}
+        lost = [file for file in source.files() if sizes.get(file.name) != file.nbytes]
+        if not lost or not source.is_current():
+            return ()  # It was replaced or deleted meanwhile.
+    except (OSError, ValueError):
+        return ()
+    return tuple(
+        Problem(
+            file.name,
+            other_size(sizes[file.name], file.nbytes) if file.name in sizes else MISSING,
+        )
+        for file in lost
+    )
+
+
+def is_shard(name: str) -> bool:
+    """True for the name of a file with arrays or parity in a checkpoint."""
+    return name.endswith(".safetensors")
 
 
 def is_forbidden(root: Root, step: Step) -> bool:
@@ -95,5 +143,5 @@ def removal_lines(
         "",
         *table.lines(),
         "",
-        total if removed else f"{total}; nothing is removed without --yes",
+        total,
     ]

@@ -13,10 +13,17 @@ import numpy as np
 
 from ostraka.cli import _tree
 from ostraka.cli._measure import Statistics, as_numbers, count_not_finite, statistics_of
-from ostraka.cli._output import Table, echo_json, echo_lines, human_number, json_number, show_shape
+from ostraka.cli._output import (
+    Table,
+    echo_json,
+    echo_lines,
+    human_number,
+    human_size,
+    json_number,
+    show_shape,
+)
 from ostraka.cli._tree import LeafRow
 from ostraka.common.dtypes import is_inexact, numpy_dtype
-from ostraka.common.units import human_bytes
 from ostraka.errors import InvalidSharding, count_of, printable
 from ostraka.formats.source import Source
 from ostraka.layout import box as _box
@@ -55,13 +62,14 @@ def show_leaf(
             document["slice"] = {"index": index, "shape": elements.shape, "values": values}
         echo_json(document)
         return
-    lines = [f"{click.style(printable(row.path), bold=True)} of {printable(source.location)}"]
+    name = printable(_tree.name_in(source, row.path))
+    lines = [f"{click.style(name, bold=True)} of {printable(source.location)}"]
     shown = [
         _tree.dtype_of(leaf)
         if leaf.cast_from is None
         else f"{_tree.dtype_of(leaf)}  (was {leaf.cast_from})",
         show_shape(leaf.logical_shape),
-        human_bytes(leaf.nbytes),
+        human_size(leaf.nbytes),
         _tree.sharding_of(source.saved, leaf),
     ]
     lines.append(printable("  ".join(shown)))
@@ -150,8 +158,8 @@ def _read_slice(source: Source, number: int, text: str) -> np.ndarray[Any, Any]:
     nbytes = prod(_box.shape_of(box)) * numpy_dtype(leaf.dtype).itemsize
     if nbytes > _MOST_SLICE_BYTES:
         raise click.UsageError(
-            f"--slice {text!r} spans {human_bytes(nbytes)}, more than "
-            f"{human_bytes(_MOST_SLICE_BYTES)}; take a smaller one, or --stats"
+            f"--slice {text!r} spans {human_size(nbytes)}, more than "
+            f"{human_size(_MOST_SLICE_BYTES)}; take a smaller one, or --stats"
         )
     ((_, array),) = source.read([Target(number, box)])
     return np.asarray(array[(*within, ...)])
@@ -222,7 +230,7 @@ def show_not_finite(source: Source, rows: Sequence[LeafRow], *, as_json: bool) -
         }
         echo_json(document)
         return total.is_finite
-    lines = [_tree.title(source), ""]
+    lines = [*_tree.title_lines(source), ""]
     if bad:
         table = Table(("leaf", "dtype", "shape", "nan", "inf"), right=("nan", "inf"))
         for row in bad:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +12,21 @@ import click
 from ostraka.cli._output import (
     Table,
     human_seconds,
+    human_size,
     json_number,
     json_text,
+    screen_width,
     shorten,
     show_shape,
     shown_value,
 )
-from ostraka.common.units import human_bytes
 from ostraka.errors import count_of, printable
+from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import CONFIG, Saved, Source
 from ostraka.layout.spec import LeafSpec, show_partition
+from ostraka.reading.groups import PARAMETERS, Total, totals_by_group
 from ostraka.sharding.leaves import without_trailing
-from ostraka.tree.nodes import ArrayNumber, Kept, UnreadableLeaf, leaves_of
+from ostraka.tree.nodes import ArrayNumber, Kept, UnreadableLeaf, leaves_of, unescape
 
 if TYPE_CHECKING:
     from ostraka.cli._measure import Statistics
@@ -69,7 +73,7 @@ def rows_of(source: Source) -> list[LeafRow]:
         kind = (spec.dtype, spec.shape, spec.prng, *placed)
         if kind not in kinds:
             shape = show_shape(spec.logical_shape)
-            kinds[kind] = dtype_of(spec), shape, sharding_of(saved, spec), human_bytes(spec.nbytes)
+            kinds[kind] = dtype_of(spec), shape, sharding_of(saved, spec), human_size(spec.nbytes)
         rows.append(LeafRow(leaf.path, (leaf.path, *kinds[kind]), spec.nbytes, number=number))
     return rows
 
@@ -115,11 +119,9 @@ def summed_up(rows: Sequence[LeafRow], depth: int) -> list[LeafRow]:
         if not path.endswith("/"):
             summed.append(group[0])
             continue
-        arrays = (row for row in group if row.number is not None and row.same_as is None)
-        kinds = dict.fromkeys(row.cells[1] for row in arrays)
-        shown = ", ".join(list(kinds)[:3]) + (", …" if len(kinds) > 3 else "")
+        shown = dtypes_in(group)
         nbytes = sum(row.nbytes for row in group)
-        cells = (path, shown, count_of(len(group), "leaf"), "", human_bytes(nbytes))
+        cells = (path, shown, count_of(len(group), "leaf"), "", human_size(nbytes))
         summed.append(LeafRow(path, cells, nbytes, leaves=len(group)))
     return summed
 
@@ -127,8 +129,8 @@ def summed_up(rows: Sequence[LeafRow], depth: int) -> list[LeafRow]:
 # All of it
 
 
-def title(source: Source) -> str:
-    """The path, when it was saved, and by what."""
+def title_lines(source: Source) -> list[str]:
+    """The path, when it was saved, and by what: on one line if that fits the screen."""
     writer = source.saved.writer
     when = _text_in(writer, "time") or "at an unknown time"
     if when.endswith("+00:00"):
@@ -137,7 +139,38 @@ def title(source: Source) -> str:
     by = f"saved {when} by {_text_in(writer, 'library') or f'ostraka {version}'}"
     if jax := _text_in(writer, "jax"):
         by += f" with jax {jax}"
-    return f"{click.style(printable(source.location), bold=True)}  {printable(by)}"
+    path, width = click.style(printable(source.location), bold=True), screen_width()
+    if width is not None and len(source.location) + 2 + len(by) > width:
+        return [path, printable(by)]
+    return [f"{path}  {printable(by)}"]
+
+
+def parameters_lines(source: Source) -> list[str]:
+    """The number of parameters, and the bytes in all and by group. Nothing without arrays."""
+    groups = totals_by_group(source)
+    if not groups:
+        return []
+    total = human_size(sum(group.nbytes for group in groups.values()))
+    found = groups.pop(PARAMETERS, Total())
+    others = ", ".join(f"{name} {human_size(group.nbytes)}" for name, group in groups.items())
+    dtypes = f" of {' and '.join(sorted(found.dtypes))}" if len(found.dtypes) in (1, 2) else ""
+    line = f"{count_of(found.elements, 'parameter')}{dtypes}, {total}"
+    return [f"{line} ({others})" if others else line]
+
+
+def name_in(source: Source, path: str) -> str:
+    """The name of a leaf as people give it: of a tensor in a file, its name there."""
+    return unescape(path) if isinstance(source, SafetensorsSource) else path
+
+
+def dtypes_in(rows: Iterable[LeafRow], most: int = 3) -> str:
+    """The dtypes of the arrays in some rows, those with the most bytes first."""
+    sizes: Counter[str] = Counter()
+    for row in rows:
+        if row.number is not None and row.same_as is None:
+            sizes[row.cells[1]] += row.nbytes
+    kinds = [kind for kind, _ in sizes.most_common()]
+    return ", ".join(kinds[:most]) + (", …" if len(kinds) > most else "")
 
 
 def _text_in(writer: Mapping[str, Any], name: str) -> str:
@@ -197,7 +230,8 @@ def totals_lines(source: Source, rows: Sequence[LeafRow]) -> list[str]:
     user = {name: value for name, value in source.saved.user.items() if name != CONFIG}
     if user:
         lines.append(f"metadata: {json_text(user)}")
-    return lines
+    width = screen_width()
+    return lines if width is None else [shorten(line, width) for line in lines]
 
 
 def _sizes(source: Source, nbytes: int) -> str:
@@ -206,13 +240,13 @@ def _sizes(source: Source, nbytes: int) -> str:
     # A view may leave out arrays of the files. The compressed size is that of all.
     held = sum(leaf.nbytes for leaf in source.saved.in_files.leaves)
     stored = sum(file.nbytes for file in files if file.device is not None)
-    size = human_bytes(nbytes) + (f" of {human_bytes(held)}" if nbytes != held else "")
+    size = human_size(nbytes) + (f" of {human_size(held)}" if nbytes != held else "")
     if stored < held:
-        size += f" compressed to {human_bytes(stored)}"
+        size += f" compressed to {human_size(stored)}"
     parity = [file.nbytes for file in files if file.device is None]
     size += f" in {count_of(len(files), 'file')}"
     if parity:
-        size += f", {len(parity):,} of them parity of {human_bytes(sum(parity))}"
+        size += f", {len(parity):,} of them parity of {human_size(sum(parity))}"
     return size
 
 
@@ -245,7 +279,7 @@ def files_table(source: Source) -> list[str]:
         device = "parity" if file.device is None else f"{file.device}"
         host = hosts.get(file.process, "unknown")
         name = file.name.rpartition("/")[2]
-        table.add(name, device, f"{file.process}", host, human_bytes(file.nbytes))
+        table.add(name, device, f"{file.process}", host, human_size(file.nbytes))
     return [*table.lines(), *directory_lines([file.name for file in files])]
 
 
@@ -273,7 +307,7 @@ def _took(timeline: Any) -> list[str]:
     nbytes = given.get("bytes")
     rate = ""
     if type(nbytes) is int and 0 <= nbytes < 1 << 63 and total > 0:
-        rate = f", {human_bytes(int(nbytes / total))}/s"
+        rate = f", {human_size(int(nbytes / total))}/s"
     return [f"took {human_seconds(total)}{rate} ({shown})"]
 
 

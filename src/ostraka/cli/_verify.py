@@ -11,7 +11,16 @@ import click
 from ostraka import integrity
 from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED
-from ostraka.cli._output import Table, echo, echo_json, echo_lines, progress, shorten
+from ostraka.cli._output import (
+    Table,
+    echo,
+    echo_json,
+    echo_lines,
+    human_size,
+    progress,
+    shorten,
+    wrap,
+)
 from ostraka.cli._roots import checkpoints_at
 from ostraka.errors import count_of, printable
 
@@ -36,7 +45,7 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
     With --no-read only sizes are compared, and in a bucket whether each object is the one that the
     save uploaded. That detects lost, truncated and replaced files, but no bit rot.
 
-    With --json, one checkpoint is an object, several are a list of them.
+    With --json, several checkpoints are a list under the key checkpoints.
 
     \b
     Examples:
@@ -51,14 +60,16 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
         report = check(place, read=not no_read)
         reports.append(report)
         if not as_json:
-            echo(click.style(printable(str(report)), fg="red" if report.problems else "green"))
+            colour = "red" if report.problems else "green"
+            lines = wrap(printable(_in_a_line(report)))
+            echo_lines([click.style(line, fg=colour) for line in lines])
             _echo_indented([problem.explain() for problem in report.problems])
             _echo_indented([f"note: {note}" for note in report.notes])
     damaged = sum(bool(report.problems) for report in reports)
     if as_json:
         documents = [_describe(report) for report in reports]
         single = len(path) == len(documents) == 1 and places[0] == path[0]
-        echo_json(documents[0] if single else documents)
+        echo_json(documents[0] if single else {"ok": not damaged, "checkpoints": documents})
     elif len(reports) > 1:
         if damaged:
             echo_lines(["", *_table(reports), ""])
@@ -73,9 +84,14 @@ def check(path: str, *, read: bool = True) -> integrity.VerifyReport:
         return integrity.verify(path, raises=False, read=read, on_bytes=bar)
 
 
+def _in_a_line(report: integrity.VerifyReport) -> str:
+    """The result, with the size as the command prints all sizes."""
+    return str(report).replace(f"{report.bytes_read:,} bytes", human_size(report.bytes_read))
+
+
 def _echo_indented(texts: Sequence[str]) -> None:
     for text in texts[:_MOST_LINES]:
-        echo(f"  {printable(text)}")
+        echo_lines(wrap(printable(text), "  "))
     if len(texts) > _MOST_LINES:
         echo(f"  … and {len(texts) - _MOST_LINES} more; --json has them all")
 
@@ -83,7 +99,7 @@ def _echo_indented(texts: Sequence[str]) -> None:
 def _table(reports: Sequence[integrity.VerifyReport]) -> list[str]:
     """A row for each checkpoint: how much of it is damaged."""
     head = ("checkpoint", "state", "problems", "files", "leaves", "processes")
-    table = Table(head, right=("problems", "files", "leaves"))
+    table = Table(head, right=("problems", "files", "leaves"), shrink=("checkpoint",))
     for report in reports:
         if report.ok:
             table.add(report.path, "intact", "0", "0", "0", "")

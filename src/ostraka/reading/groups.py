@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
 
 from ostraka.common.dtypes import is_inexact
 from ostraka.formats.source import Saved, Source
@@ -14,6 +16,30 @@ OTHER = "other"
 
 _OPTIMIZERS = frozenset({"optimizer", "opt_state", "optimizer_state", "opt", "optim", "mu", "nu"})
 """Names above the arrays of an optimizer."""
+
+
+class Total(NamedTuple):
+    """The arrays of one group."""
+
+    arrays: int = 0
+    elements: int = 0
+    nbytes: int = 0
+    dtypes: frozenset[str] = frozenset()
+
+
+def totals_by_group(source: Source) -> dict[str, Total]:
+    """The totals of the groups that have arrays. An array with several paths counts once."""
+    found = {group: Total() for group in (PARAMETERS, OPTIMIZER, OTHER)}
+    for number, group in groups_of(source).items():
+        leaf = source.saved.leaves[number]
+        total = found[group]
+        found[group] = Total(
+            total.arrays + 1,
+            total.elements + prod(leaf.shape),
+            total.nbytes + leaf.nbytes,
+            total.dtypes | {leaf.dtype},
+        )
+    return {group: total for group, total in found.items() if total.arrays}
 
 
 def groups_of(source: Source) -> dict[int, str]:

@@ -1,0 +1,141 @@
+"""`rm`, `gc` and `repair` ask before they change anything: `--dry-run`, `--yes`, a terminal."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostraka
+from cli_runs import run
+
+PROGRAM = "from ostraka.cli import main; main()"
+LEFT = "shards-0123456789abcdef"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two steps, of which the first has a lost shard, and what a killed save left."""
+    path = tmp_path / "runs"
+    for step in (1, 2):
+        tree = {"x": np.arange(4000), "y": np.ones(4000)}
+        ostraka.save(path / str(step), tree, parity=1, max_file_bytes=8192)
+    min((path / "1").glob("shards-*/shard_*.safetensors")).unlink()
+    (path / "3" / LEFT).mkdir(parents=True)
+    (path / "3" / LEFT / "shard_00000.safetensors").write_bytes(b"x" * 2048)
+    return path
+
+
+def files(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+CASES = {
+    "rm": (("{root}", "1"), "remove 1 step from {root}", "would go from {root}"),
+    "gc": (("{root}",), "remove 1 leftover from {root}", "would go from {root}"),
+    "repair": (("{root}/1",), "rewrite 1 file in {root}/1", "1 file would be mended"),
+}
+
+
+def words(command: str, root: Path) -> list[str]:
+    return [command, *(word.format(root=root) for word in CASES[command][0])]
+
+
+def answer(text: str, *arguments: str) -> tuple[int, str]:
+    """The exit code and the screen of a command on a terminal where somebody types."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+    os.close(slave)
+    os.write(master, text.encode())
+    shown = b""
+    try:
+        while piece := os.read(master, 4096):
+            shown += piece
+    except OSError:  # the other end is closed
+        pass
+    os.close(master)
+    return process.wait(), shown.decode()
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_dry_run_shows_and_changes_nothing(root: Path, command: str):
+    before = files(root)
+    result = run(*words(command, root), "--dry-run")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert CASES[command][2].format(root=root) in result.stdout
+    assert files(root) == before
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_without_a_terminal_it_refuses(root: Path, command: str):
+    before = files(root)
+    result = run(*words(command, root))
+    assert (result.exit_code, result.stdout) == (2, "")
+    would = f"would {CASES[command][1].format(root=root)}, but nobody can be asked here; "
+    assert f"{would}--yes does it, --dry-run shows it" in result.stderr
+    assert files(root) == before
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_yes_does_it(root: Path, command: str):
+    before = files(root)
+    result = run(*words(command, root), "--yes")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert files(root) != before
+
+
+@pytest.mark.parametrize("text", ["y\n", "n\n"], ids=["yes", "no"])
+@pytest.mark.parametrize("command", CASES)
+def test_on_a_terminal_it_asks(root: Path, command: str, text: str):
+    before = files(root)
+    code, shown = answer(text, *words(command, root))
+    # A damaged checkpoint that is left as it is, is a damaged checkpoint.
+    assert code == (1 if (command, text) == ("repair", "n\n") else 0)
+    asked = CASES[command][1].format(root=root)
+    assert f"{asked[0].upper()}{asked[1:]}? [y/N]" in shown
+    assert CASES[command][2].format(root=root) in " ".join(shown.split())  # Lines are broken.
+    assert (files(root) != before) is (text == "y\n")
+    assert ("nothing was " in shown.splitlines()[-1]) is (text == "n\n")
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_both_options_contradict_each_other(root: Path, command: str):
+    result = run(*words(command, root), "--yes", "--dry-run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--dry-run and --yes contradict each other; give one" in result.stderr
+
+
+def test_nothing_is_asked_if_there_is_nothing_to_do(root: Path):
+    assert "nothing to mend" in run("repair", root / "2").stdout
+    assert run("gc", root, "--yes").exit_code == 0
+    assert run("gc", root).stdout == f"{root}: nothing was left behind\n"
+
+
+# merge
+
+
+def test_merge_refuses_to_overwrite(tmp_path: Path):
+    for name, value in (("a", 1.0), ("b", 3.0), ("target", 7.0)):
+        ostraka.save(tmp_path / name, {"w": np.full(4, value)})
+    arguments = ["merge", tmp_path / "a", tmp_path / "b", tmp_path / "target"]
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{tmp_path / 'target'} exists already; merge to another path, or give --overwrite" in (
+        result.stderr
+    )
+    assert np.asarray(ostraka.open(tmp_path / "target")["w"])[0] == 7.0
+    assert run(*arguments, "--overwrite").exit_code == 0
+    assert np.asarray(ostraka.open(tmp_path / "target")["w"])[0] == 2.0
+    (tmp_path / "file").write_text("mine")
+    assert run(*arguments[:-1], tmp_path / "file").exit_code == 2
+    (tmp_path / "empty").mkdir()
+    assert run(*arguments[:-1], tmp_path / "empty").exit_code == 0

@@ -1,0 +1,112 @@
+"""The JSON of every command: its version, and the keys that scripts rely on."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostraka
+from cli_runs import run
+from ostraka.cli import main
+
+ONE_VERIFIED = {
+    *("path", "ok", "leaves", "files", "bytes_read", "duration_s", "problems", "notes"),
+    *("unchecked", "proven", "has_digests", "is_empty", "damaged_leaves"),
+}
+ONE_REPAIRED = {
+    *("path", "ok", "dry_run", "mended", "problems", "notes"),
+    *("bytes_read", "bytes_written", "duration_s"),
+}
+KEYS: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "show": (
+        ("show", "{runs}/1"),
+        {"path", "id", "writer", "metadata", "meshes", "leaves", "files", "totals"},
+    ),
+    "show leaf": (
+        ("show", "{runs}/1", "w", "--stats", "--slice", "0"),
+        {
+            *("checkpoint", "path", "kind", "dtype", "shape", "spec", "mesh", "prng"),
+            *("per_process", "memory", "bytes", "boxes", "statistics", "slice"),
+        },
+    ),
+    "show --nan": (
+        ("show", "{runs}/1", "--nan"),
+        {"path", "finite", "nan", "infinite", "leaves_read", "leaves"},
+    ),
+    "ls": (("ls", "{runs}"), {"root", "steps"}),
+    "diff": (("diff", "{runs}/1", "{runs}/1"), {"a", "b", "same", "containers", "leaves"}),
+    "verify": (("verify", "{runs}/1"), ONE_VERIFIED),
+    "verify steps": (("verify", "{runs}"), {"ok", "checkpoints"}),
+    "du": (("du", "{runs}"), {"bytes", "checkpoints"}),
+    "which": (("which", "{runs}"), {"root", "step", "path"}),
+    "watch": (
+        ("watch", "{runs}", "--timeout", "0", "--after", "1"),
+        {"step", "path", "saved_at", "bytes", "metrics"},
+    ),
+    "doctor": (("doctor", "{runs}"), {"ok", "path", "checks"}),
+    "copy": (
+        ("copy", "{runs}/1", "{new}"),
+        {
+            *("source", "target", "copied", "skipped", "bytes_copied", "bytes_skipped"),
+            "duration_s",
+        },
+    ),
+    "convert": (
+        ("convert", "{runs}/1", "{new}.npz", "--to", "npz"),
+        {
+            *("source", "target", "to", "arrays", "nbytes", "bytes_kept", "duration_s"),
+            *("left_out", "notes"),
+        },
+    ),
+    "merge": (
+        ("merge", "{runs}/1", "{runs}/2", "{new}"),
+        {"target", "sources", "weights", "averaged", "adapted", "taken", "nbytes", "duration_s"},
+    ),
+    "repair": (("repair", "{runs}/1", "--dry-run"), ONE_REPAIRED),
+    "repair steps": (("repair", "{runs}", "--dry-run"), {"ok", "checkpoints"}),
+    "pin": (("pin", "{runs}/1"), {"steps"}),
+    "unpin": (("unpin", "{runs}/1"), {"steps"}),
+    "rm": (("rm", "{runs}", "1", "--dry-run"), {"root", "removed", "steps"}),
+    "gc": (
+        ("gc", "{runs}", "--dry-run"),
+        {"root", "removed", "leftovers", "in_use", "leases", "refused"},
+    ),
+    "plan": (("plan", "{runs}/1"), {"source", "variants", "comparison"}),
+    "plan --names": (("plan", "--names"), {"names"}),
+}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        ostraka.save(tmp_path / "runs" / str(step), {"w": np.full(4, float(step))})
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_keys_of_each_command(runs: Path, name: str):
+    words, keys = KEYS[name]
+    given = [word.format(runs=runs, new=runs.parent / "new") for word in words]
+    result = run(*given, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    document = json.loads(result.stdout)
+    assert next(iter(document.items())) == ("schema", 1)
+    assert document.keys() - {"schema"} == keys
+
+
+def test_every_command_with_json_is_here():
+    context = main.make_context("ostraka", [])
+    commands = {name: main.get_command(context, name) for name in main.list_commands(context)}
+    with_json = {
+        name
+        for name, command in commands.items()
+        if command and any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert with_json == commands.keys() - {"completion"}
+    assert with_json == {words[0] for words, _ in KEYS.values()}
+
+
+def test_the_file_of_a_plan_has_the_schema_too(runs: Path, tmp_path: Path):
+    assert run("plan", runs / "1", "-o", tmp_path / "plan.json").exit_code == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 1
