@@ -126,8 +126,8 @@ def doctor(context: click.Context, path: str, timeout_s: float, as_json: bool) -
 
 
 def _lines(found: list[Check]) -> Iterator[str]:
-    """A line for each check, under the name of its group. Long ones are wrapped."""
-    width, longest = screen_width() or 120, max(len(check.name) for check in found)
+    """A line for each check, under the name of its group. Long ones are wrapped to the screen."""
+    width, longest = screen_width() or sys.maxsize, max(len(check.name) for check in found)
     above = None
     for check in found:
         if check.group != above:
