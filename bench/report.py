@@ -25,6 +25,16 @@ YARDSTICK = "orbax"
 PAGE = Path("docs/explanation/performance.md")
 TABLE_BEGINS = "<!-- bench-table -->"
 TABLE_ENDS = "<!-- /bench-table -->"
+README = Path("README.md")
+SHORT_BEGINS = "<!-- speed -->"
+SHORT_ENDS = "<!-- /speed -->"
+IN_SHORT = {
+    "save_large": "save 1 GiB",
+    "restore_warm": "restore 1 GiB",
+    "save_many": "save 1,000 arrays of 256 KiB",
+    "restore_many": "restore them",
+    "stall_large": "until `save_async` of 1 GiB returns",
+}
 BAR_INCHES = 0.15
 GAP_INCHES = 0.14
 TITLE_INCHES = 0.6
@@ -80,11 +90,32 @@ def make_table(rows: list[Row], verdicts: list[Verdict]) -> list[str]:
     return lines
 
 
-def with_table(page: str, table: list[str]) -> str:
+def make_short_table(rows: list[Row], run: dict[str, Any]) -> list[str]:
+    """A few rows against Orbax, for the README."""
+    by_id = {row.id: row for row in rows}
+    lines = ["| | Ostraka | Orbax | Orbax, best setting |", "| --- | ---: | ---: | ---: |"]
+    for row_id, title in IN_SHORT.items():
+        shown = [show(by_id[row_id], name) for name in ("ostraka", "orbax", "orbax_best")]
+        lines.append(f"| {title} | {' | '.join(shown)} |")
+    machine = run["machine"]
+    place = f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB"
+    place = f"{place}, {machine['file_system']}"
+    orbax = machine["packages"]["orbax-checkpoint"]
+    return [
+        *lines,
+        "",
+        f"Medians of one run on {place}, 8 CPU devices, Orbax {orbax}.",
+        f"[All rows]({PAGE.as_posix()}) include missed targets.",
+    ]
+
+
+def with_table(
+    page: str, table: list[str], begins: str = TABLE_BEGINS, ends: str = TABLE_ENDS
+) -> str:
     """A page with this table between its marks."""
-    before, _, rest = page.partition(TABLE_BEGINS)
-    _, _, after = rest.partition(TABLE_ENDS)
-    return "\n".join([f"{before}{TABLE_BEGINS}", *table, f"{TABLE_ENDS}{after}"])
+    before, _, rest = page.partition(begins)
+    _, _, after = rest.partition(ends)
+    return "\n".join([f"{before}{begins}", *table, f"{ends}{after}"])
 
 
 def _table_lines(row: Row, verdicts: list[Verdict]) -> list[str]:
@@ -220,6 +251,9 @@ def main() -> None:
     rows = [Row(**row) for row in document["rows"]]
     draw(folder / "results.png", rows)
     PAGE.write_text(with_table(PAGE.read_text("utf-8"), make_table(rows, judge(rows))), "utf-8")
+    short = make_short_table(rows, document["run"])
+    text = with_table(README.read_text("utf-8"), short, SHORT_BEGINS, SHORT_ENDS)
+    README.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

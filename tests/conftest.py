@@ -35,7 +35,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 # A shell that starts the suite in the background makes it ignore Ctrl-C. Tests send it to programs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# pytest-xdist tells its workers how wide the screen is, and the command would fit its lines to that.
+# pytest-xdist tells its workers the width of the screen. The command would fit its lines to it.
 os.environ.pop("COLUMNS", None)
 
 # Tests start hundreds of programs, each of which would else compile the same Python files anew.

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 from bench.bars import judge, median
-from bench.report import TABLE_BEGINS, TABLE_ENDS, make_figure, make_table, with_table
+from bench.report import (
+    SHORT_BEGINS,
+    SHORT_ENDS,
+    TABLE_BEGINS,
+    TABLE_ENDS,
+    make_figure,
+    make_short_table,
+    make_table,
+    with_table,
+)
 from bench.rounds import Row
 
 ROOT = Path(__file__).parents[2]
@@ -42,3 +51,13 @@ def test_the_page_has_the_table_of_the_results():
     rows = measured()
     assert with_table(page, make_table(rows, judge(rows))) == page
     assert page.count(TABLE_BEGINS) == page.count(TABLE_ENDS) == 1
+
+
+def test_the_readme_has_a_few_rows_of_them():
+    """None is written by hand."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    run = json.loads((ROOT / "bench/results/results.json").read_text("utf-8"))["run"]
+    short = make_short_table(measured(), run)
+    assert len(short) == 10
+    assert with_table(readme, short, SHORT_BEGINS, SHORT_ENDS) == readme
+    assert readme.count(SHORT_BEGINS) == readme.count(SHORT_ENDS) == 1

@@ -38,9 +38,8 @@ def test_what_is_quoted_is_what_was_counted():
     # To write them anew: python tests/support/figures.py
     results = load(RESULTS)
     assert TABLE.read_text("utf-8") == "\n".join(table(results)) + "\n"
-    for document, brief in QUOTED_IN.items():
-        text = document.read_text("utf-8")
-        assert text == quote(text, results, brief=brief)
+    text = QUOTED_IN.read_text("utf-8")
+    assert text == quote(text, results)
 
 
 class Report:
@@ -80,10 +79,9 @@ def test_figures_are_added_up_kept_and_quoted(tmp_path: Path):
     ]
     assert (tmp_path / "soak.md").read_text() == "\n".join(table(results)) + "\n"
     text = f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n"
-    quoted = quote(text, results, brief=False)
+    quoted = quote(text, results)
     assert "1,004 kills" in quoted
     assert "flips" not in quoted
     assert "old" not in quoted
-    assert quote(quoted, results, brief=False) == quoted
-    assert "without a failure: 1,004 kills." in quote(text, results, brief=True)
-    assert "Nothing has been run yet." in quote(text, {}, brief=True)
+    assert quote(quoted, results) == quoted
+    assert "Nothing has been run yet." in quote(text, {})

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -24,8 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "soak.json"
 TABLE = RESULTS.with_suffix(".md")
-QUOTED_IN = {ROOT / "README.md": True, ROOT / "docs" / "maintainers" / "durability.md": False}
-"""And whether in brief."""
+QUOTED_IN = ROOT / "docs" / "maintainers" / "durability.md"
 BEGIN = "<!-- figures of make soak: written by tests/support/figures.py -->"
 END = "<!-- end of figures -->"
 PROPERTY = "figures"
@@ -101,19 +99,14 @@ def table(results: Results) -> list[str]:
     return lines
 
 
-def quote(text: str, results: Results, *, brief: bool) -> str:
+def quote(text: str, results: Results) -> str:
     """A document with the figures of what passed; what failed or was not run is not quoted."""
     passed = {test: result for test, result in results.items() if result["passed"]}
     days = sorted({result["day"] for result in passed.values()})
     said = ["Nothing has been run yet."]
     if passed:
         span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        if brief:
-            most = sorted(totals(passed.values()), key=lambda total: -total[1])[:4]
-            counts = ", ".join(f"{count:,} {what}" for what, count in most)
-            said = textwrap.wrap(f"Tests of `make soak`, {span}, without a failure: {counts}.", 99)
-        else:
-            said = [f"Run on {span}, on two cores:", "", *table(passed)]
+        said = [f"Run on {span}, on two cores:", "", *table(passed)]
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     return "\n".join([f"{before}{BEGIN}", *said, f"{END}{after}"])
@@ -129,9 +122,7 @@ def totals(results: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
 def main() -> None:
     results = load(RESULTS)
     save(RESULTS, results)
-    for document, brief in QUOTED_IN.items():
-        text = document.read_text("utf-8")
-        document.write_text(quote(text, results, brief=brief), "utf-8")
+    QUOTED_IN.write_text(quote(QUOTED_IN.read_text("utf-8"), results), "utf-8")
 
 
 if __name__ == "__main__":
