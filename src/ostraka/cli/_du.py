@@ -12,7 +12,7 @@ from ostraka.cli._output import Table, echo_json, echo_lines, human_size
 from ostraka.cli._roots import checkpoints_at
 from ostraka.errors import OstrakaError, count_of
 from ostraka.formats.source import Source
-from ostraka.reading.groups import OPTIMIZER, OTHER, PARAMETERS, totals_by_group
+from ostraka.reading.groups import OPTIMIZER, OTHER, PARAMETERS, groups_of, totals_by_group
 from ostraka.reading.locate import open_at
 from ostraka.storage import open_store
 
@@ -74,7 +74,7 @@ def _measure(path: str) -> Usage:
     why = None
     try:
         source = open_at(path)
-        totals = totals_by_group(source)
+        totals = totals_by_group(source, groups_of(source))
         groups = {name: totals[name].nbytes if name in totals else 0 for name in _GROUPS}
     except (OstrakaError, OSError) as error:
         store = open_store(path)

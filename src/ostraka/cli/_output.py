@@ -11,12 +11,10 @@ import json
 import math
 import os
 import re
-import shlex
-import shutil
 import sys
 import textwrap
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, TypeGuard
@@ -47,20 +45,24 @@ PAGER_OFF = "ostraka.pager_off"
 
 def screen_width() -> int | None:
     """The columns of the screen, or None if the output is not for one."""
-    if _is_set("COLUMNS") or _is_terminal():
-        return shutil.get_terminal_size().columns
-    return None
+    return _screen("COLUMNS", 0, 80)
 
 
 def screen_lines() -> int:
     """The lines of the screen, or a usual number of them."""
-    if _is_set("LINES") or _is_terminal():
-        return shutil.get_terminal_size().lines
-    return _PIPE_LINES
+    return _screen("LINES", 1, 24) or _PIPE_LINES
 
 
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "").isdecimal()
+def _screen(name: str, place: int, usual: int) -> int | None:
+    """A size of the screen, by the environment or by the terminal. None if there is neither."""
+    given = os.environ.get(name, "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    if not _is_terminal():
+        return None
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stdout.fileno())[place] or usual
+    return usual
 
 
 def _is_terminal() -> bool:
@@ -236,7 +238,7 @@ def echo_text(text: str) -> None:
     """
     wanted = os.environ.get("OSTRAKA_PAGER", os.environ.get("PAGER", "less"))
     context = click.get_current_context(silent=True)
-    is_off = shlex.split(wanted)[:1] in ([], ["cat"]) or (context and context.meta.get(PAGER_OFF))
+    is_off = wanted.split()[:1] in ([], ["cat"]) or (context and context.meta.get(PAGER_OFF))
     if is_off or not _is_terminal() or text.count("\n") + 1 < screen_lines():
         click.echo(text)
         return

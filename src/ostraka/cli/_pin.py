@@ -8,6 +8,7 @@ from ostraka.cli._arguments import json_option, path_argument
 from ostraka.cli._output import echo_json, echo_lines
 from ostraka.cli._roots import step_at
 from ostraka.errors import printable
+from ostraka.manager.annotate import annotate
 
 
 @click.command()
@@ -32,7 +33,8 @@ def set_pins(paths: tuple[str, ...], *, pinned: bool, as_json: bool) -> None:
     """Pin or unpin steps as a Manager does. All paths must be steps, or nothing is done."""
     found = [step_at(path) for path in paths]
     for root, number in found:
-        root.pin(number) if pinned else root.unpin(number)
+        for name in root.own_names(root.find(number), "pins" if pinned else "unpins"):
+            annotate(root.at(name), pinned=pinned)
     steps = [(root.path(root.find(number).names[0]), number) for root, number in found]
     if as_json:
         documents = [{"step": number, "path": path, "pinned": pinned} for path, number in steps]

@@ -158,7 +158,8 @@ def _show(
     if as_json:
         echo_json(_tree.describe(source, rows, chosen, found))
         return True
-    top = [*_tree.title_lines(source), *_tree.parameters_lines(source)]
+    groups = groups_of(source)
+    top = [*_tree.title_lines(source), *_tree.parameters_lines(source, groups)]
     end = ["", *_tree.files_table(source)] if files else []
     end.append("")
     if leaf is not None:
@@ -171,7 +172,7 @@ def _show(
     elif chosen:
         # A blank line, the head, a line about folding, and the prompt of the shell below it all.
         most = max(screen_lines() - len(top) - len(end) - 4, _FEWEST_LINES)
-        table = ["", *_folded(source, chosen, found, most)]
+        table = ["", *_folded(source, chosen, found, groups, most)]
     echo_lines([*top, *table, *end])
     return True
 
@@ -215,12 +216,15 @@ def _has_spec(source: Source) -> bool:
 
 
 def _folded(
-    source: Source, rows: Sequence[LeafRow], statistics: Mapping[int, Statistics], most: int
+    source: Source,
+    rows: Sequence[LeafRow],
+    statistics: Mapping[int, Statistics],
+    groups: Mapping[int, str],
+    most: int,
 ) -> list[str]:
     """The tree, folded to `most` lines."""
     separator = separator_of(row.path for row in rows)
     is_flat = separator == "."
-    groups = groups_of(source) if len(rows) > most else {}
     lines, cut = fold(
         rows,
         most,

@@ -145,9 +145,9 @@ def title_lines(source: Source) -> list[str]:
     return [f"{path}  {printable(by)}"]
 
 
-def parameters_lines(source: Source) -> list[str]:
+def parameters_lines(source: Source, groups_by_number: Mapping[int, str]) -> list[str]:
     """The number of parameters, and the bytes in all and by group. Nothing without arrays."""
-    groups = totals_by_group(source)
+    groups = totals_by_group(source, groups_by_number)
     if not groups:
         return []
     total = human_size(sum(group.nbytes for group in groups.values()))
