@@ -42,6 +42,7 @@ from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import IndexEntry, Metadata, decode_metadata, shard_contents
 from ostraka.layout.runs import decode_runs
 from ostraka.layout.shard_file import digest
+from ostraka.reading.groups import groups_of
 from ostraka.storage import MemoryStore
 
 MOST_SECONDS = 5.0
@@ -207,7 +208,8 @@ def read_metadata(data: bytes) -> None:
     rows = _tree.rows_of(source)
     _tree.describe(source, rows, rows, {})
     _tree.totals_lines(source, rows)
-    _tree.title(source)
+    _tree.title_lines(source)
+    _tree.parameters_lines(source, groups_of(source))
     _tree.files_table(source)
 
 
