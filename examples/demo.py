@@ -1,4 +1,4 @@
-"""A short tour: plan a checkpoint, save it with 4 processes, restore it with 2 and 1, find damage.
+"""A short tour: plan a checkpoint, save it with 4 processes, look at it, restore it, repair it.
 
 Run it with `make demo`. Every process is a real JAX process with CPU devices of its own.
 """
@@ -6,11 +6,11 @@ Run it with `make demo`. Every process is a real JAX process with CPU devices of
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
+import warnings
 import zlib
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ CHECKPOINT = Path(__file__).resolve().parents[1] / "demo-checkpoint"
 AXES = ("fsdp", "tp")
 VOCABULARY, WIDTH, LAYERS = 16384, 256, 4
 STEP = 1000
+LEAF = "params/embedding"
 
 
 # The model: shapes, dtypes and how each array is cut over the mesh
@@ -96,7 +97,7 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
 def save_state(path: str, mesh_shape: tuple[int, int]) -> float:
     state = make_state(jax.make_mesh(mesh_shape, AXES))
     begin = time.perf_counter()
-    ostraka.save(path, state, metadata={"made by": "examples/demo.py"})
+    ostraka.save(path, state, parity=1, metadata={"made by": "examples/demo.py"})
     return time.perf_counter() - begin
 
 
@@ -128,12 +129,14 @@ def compare(path: Any, array: jax.Array, expected: np.ndarray) -> int:
     return sum(shard.data.nbytes for shard in boxes.values())
 
 
-def restore_damaged(path: str) -> str:
-    try:
-        ostraka.restore(path)
-    except ostraka.errors.Damaged as error:
-        return str(error)
-    raise AssertionError("a damaged checkpoint was restored without a word")
+def restore_damaged(path: str) -> tuple[dict[str, float], str]:
+    """Restore a checkpoint that has lost a file. Returns the result and the warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = restore_state(path, None)
+    if not caught:
+        raise AssertionError("a damaged checkpoint was restored without a word")
+    return result, str(caught[0].message)
 
 
 # The tour
@@ -143,15 +146,14 @@ console = Console(highlight=False, soft_wrap=True)
 
 def main() -> int:
     began = time.perf_counter()
-    console.print(
-        "[bold]Ostraka[/]: a model is saved by 4 processes, and restored by 2 and by 1.\n"
-    )
+    console.print("[bold]Ostraka[/]: 4 processes save a model, 2 and then 1 restore it.\n")
     try:
         planned = show_plan()
         show_save(planned)
+        show_content()
         show_restore(processes=2, devices=4, mesh_shape=(2, 4))
         show_restore(processes=1, devices=1, mesh_shape=None)
-        show_damage()
+        show_loss()
     except (AssertionError, ostraka.errors.OstrakaError, ProcessesFailed) as error:
         console.print(f"[bold red]This is not as it should be:[/] {escape(str(error))}")
         return 1
@@ -170,6 +172,7 @@ def show_plan() -> ostraka.Plan:
         mesh=dict(zip(AXES, (4, 2), strict=True)),
         specs={**jax.tree.map(lambda a: a.spec, described), "rng": P()},
         processes=4,
+        parity=1,
     )
     say(f"{len(planned.files)} files, {mebibytes(planned.total_bytes)} in all,")
     say(f"{planned.process_spread.skew:.1%} more for the busiest process than for the mean.\n")
@@ -180,7 +183,7 @@ def show_save(planned: ostraka.Plan) -> None:
     arrays = jax.tree.leaves(describe_state())
     title("Save: 4 processes × 2 devices, as a mesh of fsdp=4 × tp=2")
     say(f"A small transformer with its Adam moments: {len(arrays)} arrays in bfloat16 and float32,")
-    say("cut over both axes or replicated; a PRNG key; a step.")
+    say("sharded over both axes or replicated, a PRNG key, and a step. Parity files are extra.")
     with waiting("4 JAX processes start, make the model and save it"):
         seconds = run_values(save_state, str(CHECKPOINT), (4, 2), processes=4, devices=2)
     total = 0
@@ -197,8 +200,19 @@ def show_save(planned: ostraka.Plan) -> None:
     shards = {name: size for name, size in planned.files.items() if name in sizes}
     check(shards == sizes, "the files differ from the plan")
     size = (CHECKPOINT / "_METADATA").stat().st_size
-    say(f"Each byte was written once: {mebibytes(total)} in all, every file as planned. Then")
-    say(f"_METADATA appeared ({size:,} bytes), and with it, at once, the checkpoint.\n")
+    say(f"The processes wrote each byte once: {mebibytes(total)} in all, every file as planned.")
+    say(f"Then _METADATA appeared ({size:,} bytes). That commits the checkpoint.\n")
+
+
+def show_content() -> None:
+    title("Look: the tree, and how one array lies over the devices")
+    command = str(Path(sys.executable).with_name("ostraka"))
+    for arguments in ([], [LEAF]):
+        shown = " ".join(["$ ostraka show", short(CHECKPOINT), *arguments])
+        say(f"[dim]{shown}[/]")
+        sys.stdout.flush()
+        subprocess.run([command, "--no-pager", "show", str(CHECKPOINT), *arguments], check=True)
+        console.print()
 
 
 def show_restore(*, processes: int, devices: int, mesh_shape: tuple[int, int] | None) -> None:
@@ -218,19 +232,21 @@ def show_restore(*, processes: int, devices: int, mesh_shape: tuple[int, int] | 
     console.print()
 
 
-def show_damage() -> None:
-    leaf = "params/embedding"
-    title("Damage: one bit of one shard is flipped")
-    shard = sorted(CHECKPOINT.glob("shards-*/*.safetensors"))[3]
-    with flipped_bit(shard, position_of(leaf, shard)):
-        message = verify_damaged()
-        check(shard.name in message and leaf in message, f"file or leaf is not named: {message}")
-        say(f"verify raises: [red]{escape(message)}[/]")
-        with waiting("a JAX process tries to restore it"):
-            (found,) = run_values(restore_damaged, str(CHECKPOINT), processes=1, devices=1)
-        check(shard.name in found and leaf in found, f"file or leaf is not named: {found}")
-        say("restore raises the same, and gives nothing back.")
-    say(f"The bit is put back: [green]{escape(str(ostraka.verify(CHECKPOINT)))}[/]\n")
+def show_loss() -> None:
+    title("Loss: a bit flips in one file, and another file is deleted")
+    flipped, deleted = sorted(CHECKPOINT.glob("shards-*/shard_*"))[3:5]
+    flip_bit(flipped, position_of(LEAF, flipped))
+    message = verify_damaged()
+    check(flipped.name in message and LEAF in message, f"file or leaf is not named: {message}")
+    say(f"verify raises: [red]{escape(message)}[/]")
+    say(f"Parity repairs it: [green]{escape(str(ostraka.repair(CHECKPOINT)))}[/]")
+    deleted.unlink()
+    with waiting("a JAX process restores it without the file"):
+        ((result, warning),) = run_values(restore_damaged, str(CHECKPOINT), processes=1, devices=1)
+    say(f"restore warns: [yellow]{escape(warning)}[/]")
+    say(f"and computes it from parity: {result['arrays']} arrays, [green]equal bit for bit[/]")
+    say(f"Repaired again: [green]{escape(str(ostraka.repair(CHECKPOINT)))}[/]")
+    say(f"[green]{escape(str(ostraka.verify(CHECKPOINT)))}[/]\n")
 
 
 def position_of(leaf: str, shard: Path) -> int:
@@ -249,20 +265,12 @@ def verify_damaged() -> str:
     raise AssertionError("verify did not see the damage")
 
 
-@contextmanager
-def flipped_bit(file: Path, position: int) -> Generator[None]:
-    def flip() -> None:
-        with file.open("r+b") as opened:
-            opened.seek(position)
-            (byte,) = opened.read(1)
-            opened.seek(position)
-            opened.write(bytes([byte ^ 1]))
-
-    flip()
-    try:
-        yield
-    finally:
-        flip()
+def flip_bit(file: Path, position: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(position)
+        (byte,) = opened.read(1)
+        opened.seek(position)
+        opened.write(bytes([byte ^ 1]))
 
 
 def show_files() -> None:
