@@ -413,9 +413,7 @@ def test_repair_without_another_copy_says_what_to_pass(checkpoint: Path):
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     result = run("repair", checkpoint)
     assert result.exit_code == 1
-    assert (
-        "pass another copy of this save (sources=, on the command line --from), or" in result.stdout
-    )
+    assert "pass --from OTHER_COPY, or call ostraka.repair(path, tree) in" in result.stdout
 
 
 # What is not imported

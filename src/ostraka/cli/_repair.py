@@ -81,7 +81,8 @@ def _repair(path: str, sources: tuple[str, ...], *, dry_run: bool) -> integrity.
 
 
 def _lines(report: integrity.RepairReport) -> list[str]:
-    head, *lines = [printable(line.strip()) for line in str(report).splitlines()]
+    text = str(report).replace(integrity.ANOTHER_COPY, "pass --from OTHER_COPY")
+    head, *lines = [printable(line.strip()) for line in text.splitlines()]
     colour = "green" if report.ok else "red"
     return [
         *(click.style(line, fg=colour) for line in wrap(head)),

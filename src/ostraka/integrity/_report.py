@@ -165,6 +165,9 @@ def _describe(name: str, count: int, is_claimed: bool) -> str:
 
 # Repairs
 
+ANOTHER_COPY = "pass another copy of this save as sources="
+"""Advice for a program. The command has an option of another name."""
+
 
 @dataclass(frozen=True, slots=True)
 class MendedFile:

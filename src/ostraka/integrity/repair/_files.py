@@ -30,7 +30,7 @@ from ostraka.formats.ostraka.rebuild import Rebuild
 from ostraka.formats.ostraka.shard_reader import ShardFile
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.formats.ostraka.source import open_ostraka
-from ostraka.integrity._report import MendedFile, RepairResult
+from ostraka.integrity._report import ANOTHER_COPY, MendedFile, RepairResult
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata, shard_contents
 from ostraka.layout.parity_file import ParityFile
@@ -46,10 +46,6 @@ Array = np.ndarray[Any, Any]
 
 _NO_FILE = frozenset({errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 """Errors for something that has the name of a file and is none. A repair replaces it."""
-_ADVICE = (
-    "pass another copy of this save (sources=, on the command line --from), or call "
-    "ostraka.repair(path, tree) in the program that has the model"
-)
 
 PARITY = "parity"
 _RANGE_BYTES = 8 << 20
@@ -432,7 +428,8 @@ def _read_from_origins(
         if matches(block, [data]):
             return data, origin.name
         reasons.append(f"{origin.name}: it has other bytes")
-    raise Absent("; ".join(reasons) or f"nothing else has its bytes; {_ADVICE}")
+    live = "call ostraka.repair(path, tree) in the program that has the model"
+    raise Absent("; ".join(reasons) or f"nothing else has its bytes; {ANOTHER_COPY}, or {live}")
 
 
 # Parity files
