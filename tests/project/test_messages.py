@@ -42,23 +42,23 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a mesh with other axes": (
         lambda: ostraka.restore("c", mesh={"data": 8}),
         (
-            "can't place checkpoint {here}/c: the mesh (data=8) has no axes 'fsdp' and 'tp', which 'w' "
-            "and 1 leaf more are sharded on: pass specs= for this mesh, such as "
+            "can't place checkpoint {here}/c: the mesh (data=8) has no axes 'fsdp' and 'tp', which "
+            "'w' and 1 leaf more are sharded on: pass specs= for this mesh, such as "
             "specs=sharding.fsdp('data'), or a mesh with the axes 'fsdp' and 'tp'"
         ),
     ),
     "a repo id": (
         lambda: ostraka.restore("meta-llama/Llama-3.1-8B"),
         (
-            "there is no checkpoint at {here}/meta-llama/Llama-3.1-8B: there is no such directory (if "
-            f"it is a Hugging Face repo id, {HF})"
+            "there is no checkpoint at {here}/meta-llama/Llama-3.1-8B: there is no such directory "
+            f"(if it is a Hugging Face repo id, {HF})"
         ),
     ),
     "a URL of the hub": (
         lambda: ostraka.restore("hf://meta-llama/Llama-3.1-8B"),
         (
-            "can't open hf://meta-llama/Llama-3.1-8B: Ostraka does not read from the Hugging Face Hub; "
-            f"{HF}"
+            "can't open hf://meta-llama/Llama-3.1-8B: Ostraka does not read from the Hugging Face "
+            f"Hub; {HF}"
         ),
     ),
     "a keyword of Orbax": (
