@@ -68,8 +68,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "too few devices": (
         lambda: sharding.make_mesh({"fsdp": 8, "tp": 2}),
         (
-            "the mesh (fsdp=8, tp=2) needs 16 devices, but JAX sees 8; to simulate them on CPU, set "
-            "XLA_FLAGS=--xla_force_host_platform_device_count=16"
+            "the mesh (fsdp=8, tp=2) needs 16 devices, but JAX sees 8; to simulate them on CPU, "
+            "set XLA_FLAGS=--xla_force_host_platform_device_count=16"
         ),
     ),
     "another name": (
