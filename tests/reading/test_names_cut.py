@@ -237,8 +237,8 @@ def test_any_rule_is_understood_or_refused(rule: Any, shape: list[int], from_fun
 
 
 def test_the_rules_of_the_guide():
-    """Each of those in docs/howto/hugging-face.md, with tensors as the comment says."""
-    text = (Path(__file__).parents[2] / "docs" / "howto" / "hugging-face.md").read_text("utf-8")
+    """Each of those in docs/howto/name-rules.md, with tensors as the comment says."""
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "name-rules.md").read_text("utf-8")
     code = text[text.index("fused = {") :]
     scope: dict[str, Any] = {}
     exec(code[: code.index("```")], scope)

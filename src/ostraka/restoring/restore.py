@@ -143,7 +143,7 @@ def restore(
         rename: Paths in the checkpoint and their paths in `like`, for parts that have moved.
         names: How tensors of safetensors files make up the leaves of `like`: `"hf"` for the family
             that config.json names, a family such as `"llama"`, rules, the path of a JSON file of
-            rules, or a function. docs/howto/hugging-face.md has the details.
+            rules, or a function. docs/howto/name-rules.md has the details.
         dtype: Casts floating-point arrays to one dtype, by path pattern, or with `"like"` to the
             dtypes of `like`.
         as_state: Without `like` and `into`: modules are returned as `nnx.State`.
