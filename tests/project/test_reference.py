@@ -1,0 +1,44 @@
+"""The reference pages are complete: they name what the code has."""
+
+import re
+from pathlib import Path
+
+from ostraka.tree.patterns import matches
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs/reference"
+
+
+def read_page(name: str) -> str:
+    return (REFERENCE / name).read_text("utf-8")
+
+
+def test_every_environment_variable_is_listed():
+    """Those of Ostraka and of object stores that the package names."""
+    names = re.compile(r"\b(?:OSTRAKA|AWS|GOOGLE|AZURE)_[A-Z][A-Z0-9_]*\b")
+    found = {
+        name
+        for file in (ROOT / "src/ostraka").rglob("*.py")
+        for name in names.findall(file.read_text("utf-8"))
+    }
+    assert len(found) > 15
+    listed = set(names.findall(read_page("environment.md")))
+    assert found - listed == set()
+
+
+def test_examples_of_patterns_match_as_the_table_says():
+    table = read_page("patterns.md").partition("| pattern | selects | does not select |")[2]
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) >= 8
+    for row in rows:
+        pattern, selected, others = (
+            re.findall(r"`([^`]+)`", cell) for cell in row.strip("|").split("|")
+        )
+        assert [matches(pattern, path) for path in selected] == [True] * len(selected), row
+        assert [matches(pattern, path) for path in others] == [False] * len(others), row
+
+
+def test_the_glossary_is_sorted_and_names_a_term_once():
+    terms = re.findall(r"^\| ([^|]+?) \|", read_page("glossary.md"), re.MULTILINE)[2:]
+    assert len(terms) > 40
+    assert terms == sorted(set(terms))
