@@ -1,8 +1,10 @@
 """The reference pages are complete: they name what the code has."""
 
+import inspect
 import re
 from pathlib import Path
 
+import ostraka
 from ostraka.tree.patterns import matches
 
 ROOT = Path(__file__).parents[2]
@@ -42,3 +44,15 @@ def test_the_glossary_is_sorted_and_names_a_term_once():
     terms = re.findall(r"^\| ([^|]+?) \|", read_page("glossary.md"), re.MULTILINE)[2:]
     assert len(terms) > 40
     assert terms == sorted(set(terms))
+
+
+def test_the_manager_has_the_arguments_and_methods_of_its_page():
+    page = read_page("manager.md")
+    arguments, _, methods = page.partition("## Methods")
+    listed = set(re.findall(r"`(\w+)`", arguments.partition("## Arguments")[2]))
+    parameters = set(inspect.signature(ostraka.Manager).parameters)
+    assert parameters - listed == set()
+    table = methods.partition("\n- ")[0]
+    told = set(re.findall(r"`(\w+)(?:\(.*?\))?`", table))
+    public = {name for name in vars(ostraka.Manager) if not name.startswith("_")}
+    assert public - told == set()
