@@ -1,8 +1,12 @@
 """The reference pages are complete: they name what the code has."""
 
 import inspect
+import json
 import re
 from pathlib import Path
+
+from bench.bars import median
+from bench.rounds import Row
 
 import ostraka
 from ostraka.tree.patterns import matches
@@ -56,3 +60,22 @@ def test_the_manager_has_the_arguments_and_methods_of_its_page():
     told = set(re.findall(r"`(\w+)(?:\(.*?\))?`", table))
     public = {name for name in vars(ostraka.Manager) if not name.startswith("_")}
     assert public - told == set()
+
+
+def test_the_six_rows_are_those_of_the_results():
+    """No number is written by hand."""
+    page = (ROOT / "docs/explanation/performance.md").read_text("utf-8")
+    rows = page.partition("| work, on 8 CPU devices")[2].partition("\n\n")[0].splitlines()[2:]
+    document = json.loads((ROOT / "bench/results/results.json").read_text("utf-8"))
+    measured = [Row(**row) for row in document["rows"]]
+    names = ("ostraka", "orbax", "orbax_best")
+    texts = {
+        tuple(
+            f"{found:.3f} s" if row.unit == "s" else f"{found / 2**20:.0f} MiB"
+            for found in (median(row, name) or 0.0 for name in names)
+        )
+        for row in measured
+    }
+    told = [tuple(cell.strip() for cell in row.strip("|").split("|")[1:]) for row in rows]
+    assert len(told) == 6
+    assert set(told) <= texts
