@@ -843,6 +843,19 @@ def test_parity(tmp_path: Path, mesh: Mesh, options: dict[str, Any]):
             (shards / name).write_bytes(files[name])
 
 
+def test_files_that_are_added_to_a_step(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"a": count((3,))})
+    ostraka.annotate(
+        tmp_path / "c", metrics={"loss": 0.5, "nan": math.nan, "low": -math.inf}, pinned=True
+    )
+    reader = check(tmp_path / "c", {"a": count((3,))})
+    assert (tmp_path / "c/_PINNED").read_bytes() == b""
+    assert json.loads((tmp_path / "c/_METRICS").read_bytes()) == {
+        "save": reader.metadata["id"],
+        "metrics": {"loss": 0.5, "nan": "nan", "low": "-inf"},
+    }
+
+
 def test_the_examples_of_the_field():
     assert times_two(0x80) == 0x1D
     assert times(0x80, 0x80) == 0x13
