@@ -2,9 +2,9 @@
 
 The Python blocks of a page run in order, in one namespace and an empty directory. A block that
 begins with a comment such as `# train.py` is a program: it is written to that file and run in a
-process of its own. What a block has saved is copied; at the end of the page a new process restores
-every copy and passes all its arrays through one `jax.jit`. A `text` block is what one of the Python
-blocks of the page printed.
+process of its own, `# test_….py` by pytest. What a block has saved is copied; at the end of the
+page a new process restores every copy and passes all its arrays through one `jax.jit`. A `text`
+block is what one of the Python blocks of the page printed.
 """
 
 import builtins
@@ -128,8 +128,9 @@ def run_block(block: Block, module: ModuleType, folder: Path) -> str:
         return ""
     path = folder / block.program
     path.write_text(block.text)
+    is_test = path.name.startswith("test_")
     done = subprocess.run(
-        [sys.executable, path.name],
+        [sys.executable, *(("-m", "pytest", "-q") if is_test else ()), path.name],
         check=False,
         capture_output=True,
         text=True,
