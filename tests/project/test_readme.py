@@ -2,40 +2,52 @@
 
 The Python blocks of a page run in order, in one namespace and an empty directory. A block that
 begins with a comment such as `# train.py` is a program: it is written to that file and run in a
-process of its own. What a block has saved is copied; at the end of the page a new process restores
-every copy and passes all its arrays through one `jax.jit`. A `text` block is what one of the Python
-blocks of the page printed.
+process of its own, `# test_….py` by pytest. What a block has saved is copied; at the end of the
+page a new process restores every copy and passes all its arrays through one `jax.jit`. A `text`
+block is what one of the Python blocks of the page printed.
 """
 
 import builtins
+import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import ostraka
 from ostraka import errors
 from ostraka.processes import operation
+from ostraka.testing import free_port
 from programs import run_quietly
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
-GUIDE = (ROOT / "docs/start/guide.md").read_text("utf-8")
+ERRORS = (ROOT / "docs/reference/errors.md").read_text("utf-8")
 PAGES = [
     "README.md",
     *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")),
 ]
 GUIDES = [
+    *("docs/start/shard.md", "docs/howto/another-mesh.md", "docs/howto/training-loop.md"),
+    *("docs/howto/preemption.md", "docs/howto/logging.md", "docs/faq.md"),
     *("docs/howto/convert-and-merge.md", "docs/howto/evaluate.md", "docs/howto/finetune.md"),
     *("docs/howto/hugging-face.md", "docs/howto/lora.md"),
     *("docs/from/orbax.md", "docs/maintainers/orbax-scenarios.md"),
 ]
 TOGETHER = "docs/howto/evaluate.md"
 """Its programs run at the same time, in a test of their own."""
+KILLED = "docs/start/resume.md"
+"""Its program is killed and runs again, in a test of its own."""
+HOSTS = "docs/howto/multi-host.md"
+"""Its program runs in two processes, in a test of its own."""
+MESHES = "docs/howto/another-mesh.md"
 PROGRAM_TIMEOUT_S = 400
 
 RESTORE_AND_JIT = r"""
@@ -113,8 +125,9 @@ def run_block(block: Block, module: ModuleType, folder: Path) -> str:
         return ""
     path = folder / block.program
     path.write_text(block.text)
+    is_test = path.name.startswith("test_")
     done = subprocess.run(
-        [sys.executable, path.name],
+        [sys.executable, *(("-m", "pytest", "-q") if is_test else ()), path.name],
         check=False,
         capture_output=True,
         text=True,
@@ -125,6 +138,22 @@ def run_block(block: Block, module: ModuleType, folder: Path) -> str:
     return done.stdout
 
 
+def start_program(
+    block: Block, folder: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Write it to its file, and start it with more environment variables."""
+    assert block.program is not None
+    (folder / block.program).write_text(block.text)
+    return subprocess.Popen(
+        [sys.executable, block.program],
+        cwd=folder,
+        env=os.environ | dict(env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A namespace that classes can be found in."""
@@ -133,7 +162,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != TOGETHER])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in (TOGETHER, KILLED, HOSTS)])
 def test_python_blocks_run_in_order(
     page: str,
     tmp_path: Path,
@@ -159,7 +188,7 @@ def test_python_blocks_run_in_order(
         assert len(run_quietly(RESTORE_AND_JIT, copies).splitlines()) == copied
     for block in find_blocks(page, "text") if printed else []:
         assert block.text in printed, f"{block} is not what a block printed: {printed}"
-    if page in ("README.md", "docs/start/guide.md", *GUIDES):
+    if page in ("README.md", *GUIDES):
         assert printed
         assert copied >= len(known) > 0
 
@@ -168,19 +197,8 @@ def test_an_evaluator_follows_a_run(tmp_path: Path):
     """Both programs of the page, at the same time."""
     train, evaluate = find_blocks(TOGETHER, "python")
     (expected,) = find_blocks(TOGETHER, "text")
-    processes: list[subprocess.Popen[str]] = []
-    for block in (evaluate, train):  # the evaluator first: it waits for steps
-        assert block.program is not None
-        (tmp_path / block.program).write_text(block.text)
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, block.program],
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+    # The evaluator first: it waits for steps.
+    processes = [start_program(block, tmp_path) for block in (evaluate, train)]
     try:
         told, error = processes[0].communicate(timeout=PROGRAM_TIMEOUT_S)
         _, training_error = processes[1].communicate(timeout=PROGRAM_TIMEOUT_S)
@@ -194,11 +212,54 @@ def test_an_evaluator_follows_a_run(tmp_path: Path):
     assert run_quietly(RESTORE_AND_JIT, tmp_path)
 
 
+def test_a_run_that_is_killed_resumes(tmp_path: Path):
+    (program,) = find_blocks(KILLED, "python")
+    (expected,) = find_blocks(KILLED, "text")
+    killed = start_program(program, tmp_path)
+    try:
+        while killed.poll() is None and not list(tmp_path.glob("runs/first/*/_METADATA")):
+            time.sleep(0.01)
+    finally:
+        killed.kill()
+        told, error = killed.communicate(timeout=PROGRAM_TIMEOUT_S)
+    assert (killed.returncode, told, error) == (-9, "begin with step 1\n", "")
+    newest = ostraka.latest(tmp_path / "runs/first")
+    assert newest is not None
+    again = start_program(replace(program, text=program.text.replace("0.1)", "0)")), tmp_path)
+    told, error = again.communicate(timeout=PROGRAM_TIMEOUT_S)
+    assert (again.returncode, error) == (0, "")
+    assert told == expected.text.replace("31", str(newest + 1))
+    assert ostraka.latest(tmp_path / "runs/first") == 60
+
+
+def test_every_process_runs_the_same_program(tmp_path: Path):
+    (program,) = find_blocks(HOSTS, "python")
+    (expected,) = find_blocks(HOSTS, "text")
+    common = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "NUM_PROCESSES": "2",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    processes = [
+        start_program(program, tmp_path, common | {"PROCESS_ID": str(index)}) for index in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=PROGRAM_TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], told
+    own = [re.sub(r"^\[Gloo\].*\n", "", output, flags=re.MULTILINE) for output, _ in told]
+    assert own == [expected.text, ""]
+
+
 def test_python_blocks_show_what_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
 ):
     monkeypatch.chdir(tmp_path)
-    exec(find_blocks("docs/start/guide.md", "python")[0].text, vars(module))
+    for block in find_blocks(MESHES, "python")[:2]:
+        exec(block.text, vars(module))
     made = vars(module)
     assert list(made["params"]) == ["params"]
     assert made["as_saved"].keys() == made["state"].keys()
@@ -209,15 +270,15 @@ def test_python_blocks_show_what_they_say(
 
 
 def test_the_table_of_errors_is_complete():
-    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", GUIDE, re.MULTILINE))))
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", ERRORS, re.MULTILINE))))
     unlisted = set(errors.__all__) - listed
     assert unlisted == {"InvalidSharding", "LostBox", "OstrakaError", "Problem"}
-    for name, builtin in re.findall(r"^\| `(\w+)`.*\| `(\w+)` \|$", GUIDE, re.MULTILINE):
+    for name, builtin in re.findall(r"^\| `(\w+)`.*\| `(\w+)` \|$", ERRORS, re.MULTILINE):
         assert issubclass(getattr(errors, name), getattr(builtins, builtin))
 
 
 def test_times_are_those_of_the_code():
-    text = " ".join(GUIDE.split())
+    text = " ".join((ROOT / HOSTS).read_text("utf-8").split())
     assert f"after {operation.DEAD_AFTER_S:g} s without a sign of life" in text
     assert f"for {operation.ARRIVE_WITHIN_S:g} s (`ARRIVE_WITHIN_S`)" in text
 
