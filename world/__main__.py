@@ -24,7 +24,8 @@ def main() -> int:
     for name, reason in missing.items():
         print(f"SKIPPED  {name}: {reason}", flush=True)
     if options.list:
-        print("\n".join(f"{name}: {case.key}" for name in groups for case in groups[name]))
+        for name, cases in groups.items():
+            print("\n".join(f"{name}: {case.key} ({case.shows})" for case in cases))
         return 0
     if not groups:
         print("no case matches, or none can be imported", file=sys.stderr)

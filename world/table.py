@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby
 
 from world.case import MODES
@@ -10,12 +11,14 @@ from world.runner import Row
 BEGIN = "<!-- world-table: written by `make world WORLD_ARGS=--write-docs` -->"
 END = "<!-- world-table ends -->"
 _MOST = 700
-_TITLES = ["package", "version", "what", "shows", *MODES]
+_EXAMPLES = 2
+"""Case names that a row of a package shows."""
 
 
 def plain_table(rows: list[Row]) -> str:
+    """A line for every case."""
     lines = [[row.case.package, row.version, row.case.name, *map(row.mark, MODES)] for row in rows]
-    titles = [title for title in _TITLES if title != "shows"]
+    titles = ["package", "version", "what", *MODES]
     widths = [max(len(line[i]) for line in [titles, *lines]) for i in range(len(titles))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -24,12 +27,16 @@ def plain_table(rows: list[Row]) -> str:
 
 
 def markdown_table(rows: list[Row]) -> str:
-    """With a line for every case and the reason for everything that was left out."""
-    lines = [_line(_TITLES), _line(["---"] * len(_TITLES))]
-    lines += [
-        _line([row.case.package, row.version, row.case.name, row.case.shows, *map(row.mark, MODES)])
-        for row in rows
-    ]
+    """A line for every package, and the reason for everything that was left out."""
+    titles = ["package", "version", "cases", "for example", *MODES]
+    rules = ["---:" if title == "cases" else "---" for title in titles]
+    lines = [_line(titles), _line(rules)]
+    packages: dict[str, list[Row]] = {}
+    for row in rows:
+        packages.setdefault(row.case.package, []).append(row)
+    for package, found in sorted(packages.items()):
+        marks = [_summarize([row.mark(mode) for row in found]) for mode in MODES]
+        lines.append(_line([package, found[0].version, str(len(found)), _examples(found), *marks]))
     reasons = [
         f"- {row.case.key}, {mode}: {reason}"
         for row in rows
@@ -63,6 +70,19 @@ def put_between_marks(text: str, table: str) -> str:
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
     return f"{head}{BEGIN}\n\n{table}\n\n{END}{tail}"
+
+
+def _examples(rows: list[Row]) -> str:
+    more = ["…"] if len(rows) > _EXAMPLES else []
+    return "; ".join([*(row.case.name for row in rows[:_EXAMPLES]), *more])
+
+
+def _summarize(marks: list[str]) -> str:
+    """The mark if all are equal, else each with its count: `4 same, 1 as dicts`."""
+    counts = Counter(marks).most_common()
+    if len(counts) == 1:
+        return marks[0]
+    return ", ".join(f"{count} {mark}" for mark, count in counts)
 
 
 def _line(cells: list[str]) -> str:

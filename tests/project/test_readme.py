@@ -39,7 +39,7 @@ GUIDES = [
     *("docs/howto/preemption.md", "docs/howto/logging.md", "docs/faq.md"),
     *("docs/howto/convert-and-merge.md", "docs/howto/evaluate.md", "docs/howto/finetune.md"),
     *("docs/howto/hugging-face.md", "docs/howto/lora.md"),
-    *("docs/from/orbax.md", "docs/maintainers/orbax-scenarios.md"),
+    *("docs/from/orbax.md", "docs/from/flax-training.md", "docs/from/pytorch.md"),
 ]
 TOGETHER = "docs/howto/evaluate.md"
 """Its programs run at the same time, in a test of their own."""

@@ -166,14 +166,25 @@ def test_shapes_keep_weak_types_and_numpy():
     assert isinstance(table, np.ndarray)
 
 
-def test_the_table_has_reasons_and_failures():
-    case = Case(
-        "optax", "adam", "moments", lambda: Program(dict, lambda s, i: (s, i)), {"into": "why"}
-    )
-    rows = [Row(case, "1.0", {"save": "it broke"})]
+def case_of(package: str, name: str, **options: Any) -> Case:
+    return Case(package, name, "moments", lambda: Program(dict, lambda s, i: (s, i)), **options)
+
+
+def test_the_table_has_a_row_per_package_with_reasons_and_failures():
+    rows = [
+        Row(case_of("optax", "adam", left_out={"into": "why"}), "1.0", {"save": "it broke"}),
+        Row(case_of("optax", "sgd"), "1.0", {}),
+        Row(case_of("optax", "lion"), "1.0", {}),
+        Row(case_of("flax", "TrainState", as_dicts=True), "2.0", {}),
+    ]
     table = markdown_table(rows)
-    assert "| optax | 1.0 | adam | moments | FAILED | FAILED | – | FAILED | same |" in table
+    flax, optax = [line for line in table.splitlines() if line.startswith(("| flax", "| optax"))]
+    assert flax == "| flax | 2.0 | 1 | TrainState | same | same | same | as dicts | same |"
+    few = "2 same, 1 FAILED"
+    assert (
+        optax == f"| optax | 1.0 | 3 | adam; sgd; … | {few} | {few} | 2 same, 1 – | {few} | same |"
+    )
     assert "- optax: adam, into: why" in table
-    assert failure_lines(rows) == ["optax: adam", "  save: it broke"]
+    assert failure_lines(rows[:1]) == ["optax: adam", "  save: it broke"]
     written = put_between_marks(f"head\n{BEGIN}\nold\n{END}\ntail\n", "new")
     assert written == f"head\n{BEGIN}\n\nnew\n\n{END}\ntail\n"

@@ -22,7 +22,7 @@ from orbax_scenarios import manager_of, mesh, same, save_steps, saved, scenario,
 
 @scenario("transform_utils.merge_trees, intersect_trees, tree.to_flat_dict", "plain Python")
 def trees_with_empty_nodes(ocp: Any, d: Path) -> None:
-    """empty nodes count for nothing, without a target lists become dicts; shapes, flat dicts"""
+    """ignores empty nodes; lists become dicts without a target; shapes, flat dicts"""
     merge, intersect = ocp.transform_utils.merge_trees, ocp.transform_utils.intersect_trees
     one, two = {"a": 1, "b": {"c": 2}}, {"b": {"c": 3}, "d": 4}
     assert intersect(one, two) == {"b": {"c": 3}}
@@ -48,7 +48,7 @@ def trees_with_empty_nodes(ocp: Any, d: Path) -> None:
 
 @scenario("apply_transformations, transform_utils", "rename=, or plain Python")
 def transformations(ocp: Any, d: Path) -> None:
-    """keys are regular expressions; `use_fallback` takes the tree that is not the default"""
+    """keys are regular expressions; `use_fallback` takes the other tree"""
     original, fallback = {"a": 1, "b": 2, "c": {"d": 3}}, ocp.Transform(use_fallback=True)
     apply = ocp.apply_transformations
     renamed = {r"n(.*)": ocp.Transform(original_key=r"c/\1")}
@@ -68,7 +68,7 @@ def transformations(ocp: Any, d: Path) -> None:
 
 @scenario("RestoreTransform", "rename=, or plain Python")
 def restores_with_transforms(ocp: Any, d: Path) -> None:
-    """functions get what their RestoreArgs ask for, and their results stay"""
+    """functions receive what their RestoreArgs ask for; their results are kept"""
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     checkpointer.save(d / "a", {"a": np.arange(4), "b": np.arange(2), "c": {"d": np.ones(1)}})
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -112,7 +112,7 @@ def restores_with_transforms(ocp: Any, d: Path) -> None:
 
 @scenario("v1.metadata, pytree_metadata, checkpointables_metadata", "ostraka.open(path)")
 def v1_loads_what_metadata_says(ocp: Any, d: Path) -> None:
-    """a template that keeps numpy and all bits, numbers, texts, keys, shardings"""
+    """a template with NumPy, 64-bit values, numbers, strings, keys and shardings"""
     v1 = ocp.v1
     where = NamedSharding(mesh(), PartitionSpec("x"))
     state = {
@@ -149,7 +149,7 @@ def v1_loads_what_metadata_says(ocp: Any, d: Path) -> None:
 
 @scenario("RestoreArgs(restore_type=type(x))", "like=")
 def restore_types(ocp: Any, d: Path) -> None:
-    """`type(x)` of an array is `jax.Array`, with its sharding; other types are refused"""
+    """`type(x)` of an array means `jax.Array` with its sharding; other types raise"""
     where = NamedSharding(mesh(), PartitionSpec("x"))
     x = jax.device_put(jnp.arange(4.0), where)
     checkpointer = saved(ocp, d / "a", {"x": x})
@@ -177,7 +177,7 @@ def restore_types(ocp: Any, d: Path) -> None:
 
 @scenario("SaveArgs(dtype=) under jax.set_mesh", "ostraka.save(dtype=)")
 def casts_under_a_mesh(ocp: Any, d: Path) -> None:
-    """`dtype` casts arrays that are on other devices than the mesh that is set"""
+    """`dtype` casts arrays on other devices than those of the current mesh"""
     where = [
         NamedSharding(mesh(), PartitionSpec("x")),
         NamedSharding(Mesh(np.array(jax.devices()[4:]), ("y",)), PartitionSpec("y")),
@@ -201,7 +201,7 @@ def casts_under_a_mesh(ocp: Any, d: Path) -> None:
     "manager.watch(newest_only=True)",
 )
 def waits_for_a_checkpoint(ocp: Any, d: Path) -> None:
-    """the newest step, then newer ones; from `until_step` on, or -1; `timeout`, `timeout_fn`"""
+    """the newest step, then newer ones; `until_step`; `timeout`, `timeout_fn`"""
     wait, iterate = (
         ocp.checkpoint_utils.wait_for_new_checkpoint,
         ocp.checkpoint_utils.checkpoints_iterator,
@@ -237,7 +237,7 @@ def waits_for_a_checkpoint(ocp: Any, d: Path) -> None:
 
 @scenario("EveryNSteps, EveryNStepsClosest, LatestDuration, BestN", "keep_every=, when=")
 def policies_that_keep(ocp: Any, d: Path) -> None:
-    """which steps each policy keeps"""
+    """the steps that each policy keeps"""
     managers = ocp.checkpoint_managers
     policies = managers.preservation_policy
     now = datetime.datetime.now(tz=datetime.UTC)
@@ -282,7 +282,7 @@ def policies_that_keep(ocp: Any, d: Path) -> None:
 
 @scenario("todelete_subdir", "none: steps are deleted")
 def steps_that_are_put_aside(ocp: Any, d: Path) -> None:
-    """steps that go are moved below a directory, unless one of the same name is there"""
+    """moves deleted steps to a directory, unless it has one of the same name"""
     options = ocp.CheckpointManagerOptions(max_to_keep=1, todelete_subdir="gone")
     with ocp.CheckpointManager(d / "m", options=options) as manager:
         for step in (0, 1, 2):
@@ -302,7 +302,7 @@ def steps_that_are_put_aside(ocp: Any, d: Path) -> None:
 
 @scenario("handlers: async_save, and subclasses that call it", "ostraka.save_async")
 def handlers_that_save_in_the_background(ocp: Any, d: Path) -> None:
-    """`async_save` gives futures; a subclass changes what it saves and restores"""
+    """`async_save` returns futures; a subclass changes the saved and restored values"""
     handler = ocp.PyTreeCheckpointHandler()
     assert isinstance(handler, ocp.AsyncCheckpointHandler)
     (d / "a").mkdir()
@@ -338,7 +338,7 @@ def handlers_that_save_in_the_background(ocp: Any, d: Path) -> None:
 
 @scenario("args.ArraySave, NumpyRandomKeySave, JaxRandomKeySave, their handlers", "in the tree")
 def handlers_by_position(ocp: Any, d: Path) -> None:
-    """names of files are taken by position, and mean nothing to us"""
+    """accepts file names by position and ignores them"""
     args, state = ocp.args, np.random.RandomState(3).get_state()
     key = jax.random.key(3)
     made: Any = {
@@ -368,7 +368,7 @@ def handlers_by_position(ocp: Any, d: Path) -> None:
 
 @scenario("grain.checkpoint.CheckpointSave, CheckpointRestore", "the iterator in the tree")
 def grain_args_of_ones_own(ocp: Any, d: Path) -> None:
-    """Grain's own args, and a subclass of them with a handler of one's own, as MaxText does it"""
+    """Grain's args, and a subclass with a custom handler, as in MaxText"""
     import grain.python as grain
 
     class Handler(grain.PyGrainCheckpointHandler):
@@ -413,7 +413,7 @@ def grain_args_of_ones_own(ocp: Any, d: Path) -> None:
 
 @scenario("multihost", "jax.distributed")
 def questions_about_processes(ocp: Any, d: Path) -> None:
-    """which process this is, waiting for others; what Keras and MaxText ask"""
+    """the process index, barriers, and what Keras and MaxText call"""
     assert ocp.multihost.process_index() == 0
     assert ocp.multihost.is_primary_host(0)
     ocp.multihost.sync_global_processes("here")
@@ -435,7 +435,7 @@ def questions_about_processes(ocp: Any, d: Path) -> None:
 
 @scenario("CheckpointManager(logger=)", "on_record=")
 def loggers(ocp: Any, d: Path) -> None:
-    """a logger gets an entry for each save and each restore"""
+    """a logger receives an entry for each save and restore"""
     entries: list[Any] = []
 
     class Own(ocp.logging.AbstractLogger):
@@ -458,7 +458,7 @@ def loggers(ocp: Any, d: Path) -> None:
 
 @scenario("type_handlers.register_type_handler, TypeHandler, ScalarHandler", "get_state, set_state")
 def own_types(ocp: Any, d: Path) -> None:
-    """a leaf of a type of one's own, by a handler of one's own or a subclass of a built-in one"""
+    """a leaf of a custom type, with a custom handler or a subclass of a built-in one"""
 
     class Word:
         def __init__(self, text: str):
@@ -496,7 +496,7 @@ def own_types(ocp: Any, d: Path) -> None:
 
 @scenario("type_handlers, utils, step: small questions", "none")
 def small_questions(ocp: Any, d: Path) -> None:
-    """what T5X, Pax and others ask of values, names, keys and steps"""
+    """questions of T5X, Pax and others about values, names, keys and steps"""
     types, utils, step = ocp.type_handlers, ocp.utils, ocp.step
     assert [types.is_supported_empty_value(v) for v in (None, {}, [], (), 0, "", {"a": 1})] == [
         *[True] * 4,
@@ -533,7 +533,7 @@ def small_questions(ocp: Any, d: Path) -> None:
 
 @scenario("test_utils", "none")
 def helpers_of_tests(ocp: Any, d: Path) -> None:
-    """trees over devices, empty directories, and what an interrupted save leaves behind"""
+    """trees over devices, empty directories, files of an interrupted save"""
     (d / "x").mkdir()
     (d / "x" / "file").write_text("a")
     made = ocp.test_utils.erase_and_create_empty(d / "x")
@@ -559,7 +559,7 @@ def helpers_of_tests(ocp: Any, d: Path) -> None:
 
 @scenario("v1.handlers, v1.options.CheckpointablesOptions", "values and objects in the tree")
 def v1_handlers(ocp: Any, d: Path) -> None:
-    """JSON items by name, handlers of one's own for a name or for a type"""
+    """JSON items by name, custom handlers for a name or a type"""
     v1 = ocp.v1
 
     class Word:

@@ -1,8 +1,8 @@
-"""What code does with Orbax, written once: run against Orbax itself and against our drop-in.
+"""Scenarios that run against Orbax itself and against the drop-in.
 
-Each scenario is a function of the library and an empty directory. `names` are those of Orbax that
-it is about, `ours` what the same is in calls of our own. The page
-docs/maintainers/orbax-scenarios.md has them as a table.
+Each scenario is a function of the library and an empty directory. `names` are the names of Orbax
+that it covers, `ours` the same with Ostraka's calls. docs/maintainers/orbax-scenarios.md has them
+as a table.
 """
 
 # ruff: noqa: PT011 - the messages of the two libraries differ, the kinds of errors do not
@@ -90,7 +90,7 @@ def saved_standard(ocp: Any, path: Path, item: Any, **options: Any) -> Any:
 
 @scenario("PyTreeCheckpointer", "ostraka.save(path, tree); ostraka.restore(path)")
 def pytree_round_trip(ocp: Any, d: Path) -> None:
-    """a tree or an array is there when `save` returns; a missing path: FileNotFoundError"""
+    """`save` returns once a tree or array is committed; a missing path: FileNotFoundError"""
     for name, item in (("tree", tree()), ("array", jnp.ones(3))):
         same(saved(ocp, d / name, item).restore(d / name), item)
     with pytest.raises(FileNotFoundError, match="not found"):
@@ -99,7 +99,7 @@ def pytree_round_trip(ocp: Any, d: Path) -> None:
 
 @scenario("PyTreeCheckpointer.save(force=)", "ostraka.save(path, tree): replaces; InvalidTree")
 def save_over(ocp: Any, d: Path) -> None:
-    """what is there, an empty tree and unknown leaves raise ValueError; `force=True` replaces"""
+    """an existing path, an empty tree, unknown leaves: ValueError; `force=True` replaces"""
     checkpointer = saved(ocp, d / "a", tree())
     with pytest.raises(ValueError, match="already exists"):
         checkpointer.save(d / "a", tree())
@@ -115,9 +115,9 @@ class Pair(NamedTuple):
     right: Any
 
 
-@scenario("restore without a template", "ostraka.restore(path): containers as they were")
+@scenario("restore without a template", "ostraka.restore(path): saved containers")
 def without_template(ocp: Any, d: Path) -> None:
-    """tuples come back as lists, named tuples as dicts, EmptyState as None, int keys as text"""
+    """tuples become lists, named tuples dicts, EmptyState None, integer keys strings"""
     state = {"tuple": (1, 2.5), "named": Pair(1, 3), "empty": optax.EmptyState(), "k": "text"}
     plain = {"none": None, "dict": {}, "list": [], "flag": True}
     found = saved(ocp, d / "a", {**state, **plain}).restore(d / "a")
@@ -128,7 +128,7 @@ def without_template(ocp: Any, d: Path) -> None:
 
 @scenario("restore(item=), args.PyTreeSave, args.PyTreeRestore", "ostraka.restore(path, like=item)")
 def restore_item(ocp: Any, d: Path) -> None:
-    """`item` gives the structure, and leaves stay as saved; another structure: ValueError"""
+    """`item` sets the structure, leaves keep saved dtypes; another structure: ValueError"""
     state = {"pair": Pair(jnp.ones(2), (1, 2)), "state": optax.EmptyState()}
     found = saved(ocp, d / "a", state).restore(d / "a", item=state)
     same(found, state)
@@ -144,7 +144,7 @@ def restore_item(ocp: Any, d: Path) -> None:
 
 @scenario("args.PyTreeRestore(partial_restore=)", "like= with fewer entries, only=, strict=False")
 def partial_restore(ocp: Any, d: Path) -> None:
-    """only keys of both are read, the item's others stay; a leaf for a tree raises TypeError"""
+    """reads the keys that both have, keeps the item's others; a leaf for a tree: TypeError"""
     leaf = jax.ShapeDtypeStruct((1,), jnp.float32)
     pair = (jnp.ones(1), jnp.zeros(1))
     checkpointer = saved(ocp, d / "a", {**tree(), "more": {"x": 1, "y": pair}})
@@ -163,7 +163,7 @@ def partial_restore(ocp: Any, d: Path) -> None:
 
 @scenario("Transform, restore(transforms=)", "ostraka.restore(rename=), only=")
 def transforms(ocp: Any, d: Path) -> None:
-    """keys are renamed, values computed, others dropped; it needs `restore_args`"""
+    """renames keys, computes values, drops the others; needs `restore_args`"""
     checkpointer = saved(ocp, d / "a", {"old": jnp.ones(2), "x": jnp.ones(2), "y": 1})
     item = {"new": jnp.zeros(2), "x": jnp.zeros(2)}
     rules = {
@@ -179,7 +179,7 @@ def transforms(ocp: Any, d: Path) -> None:
 
 @scenario("SaveArgs(dtype=), RestoreArgs(dtype=, restore_type=)", "dtype=, numpy arrays in like=")
 def casts(ocp: Any, d: Path) -> None:
-    """`dtype` casts on the way to disk and back; `restore_type=np.ndarray` gives numpy arrays"""
+    """`dtype` casts while saving or restoring; `restore_type=np.ndarray` returns NumPy arrays"""
     state = {"w": jnp.ones(3), "i": jnp.arange(3), "b": jnp.ones(2), "n": jnp.zeros(2)}
     short = np.dtype(jnp.bfloat16)
     save_args = {**dict.fromkeys(state, ocp.SaveArgs()), "b": ocp.SaveArgs(dtype=short)}
@@ -201,7 +201,7 @@ def casts(ocp: Any, d: Path) -> None:
 
 @scenario("ArrayRestoreArgs(sharding=)", "shardings in like=, or mesh= and specs=")
 def restore_sharded(ocp: Any, d: Path) -> None:
-    """a sharding, or `mesh` and `mesh_axes`; dtype and shape are those of the item"""
+    """a sharding, or `mesh` and `mesh_axes`; dtype and shape come from the item"""
     checkpointer = saved(ocp, d / "a", {"w": jnp.arange(4.0)})
     sharding = NamedSharding(mesh(), PartitionSpec("x"))
     given = ocp.ArrayRestoreArgs(sharding=sharding)
@@ -221,7 +221,7 @@ def restore_sharded(ocp: Any, d: Path) -> None:
 
 @scenario("ArrayRestoreArgs(global_shape=, strict=)", "none: shapes must agree")
 def restore_other_shape(ocp: Any, d: Path) -> None:
-    """another shape: ValueError, with `strict=False` cut or padded; `transforms` asks for none"""
+    """another shape: ValueError; `strict=False` truncates or pads; no check with `transforms`"""
     checkpointer = saved(ocp, d / "a", {"w": jnp.arange(4.0)})
 
     def restore(item: Any = 0, how: Any = None, **args: Any) -> Any:
@@ -247,7 +247,7 @@ def restore_other_shape(ocp: Any, d: Path) -> None:
 
 @scenario("checkpoint_utils.construct_restore_args", "like=, numpy arrays in like=")
 def construct_restore_args(ocp: Any, d: Path) -> None:
-    """of arrays, of metadata, of shapes without shardings; what they restore is of that type"""
+    """from arrays, metadata or shapes without shardings; the result has that type"""
     make = ocp.checkpoint_utils.construct_restore_args
     found = make(tree())
     assert isinstance(found["w"], ocp.ArrayRestoreArgs)
@@ -281,7 +281,7 @@ def construct_restore_args(ocp: Any, d: Path) -> None:
 
 @scenario("PLACEHOLDER", "only=")
 def placeholder(ocp: Any, d: Path) -> None:
-    """a leaf that is `...` is not read, and stays"""
+    """a leaf `...` is not read and stays `...`"""
     checkpointer = saved(ocp, d / "a", {"w": jnp.ones(2), "x": jnp.ones(3)})
     found = checkpointer.restore(d / "a", item={"w": jnp.zeros(2), "x": ocp.PLACEHOLDER})
     assert found["x"] is ...
@@ -290,7 +290,7 @@ def placeholder(ocp: Any, d: Path) -> None:
 
 @scenario("StandardCheckpointer", "handle = ostraka.save_async(path, tree); handle.wait()")
 def standard_round_trip(ocp: Any, d: Path) -> None:
-    """saves in the background; a template's dtype is cast to silently, its sharding counts"""
+    """saves in the background; casts silently to the template's dtype, uses its sharding"""
     with saved_standard(ocp, d / "a", tree(), custom_metadata={"run": "x"}) as checkpointer:
         same(checkpointer.restore(d / "a"), tree())
         about = checkpointer.metadata(d / "a")
@@ -313,7 +313,7 @@ def standard_round_trip(ocp: Any, d: Path) -> None:
 
 @scenario("StandardCheckpointer.restore", "ostraka.restore: Mismatch")
 def standard_refusals(ocp: Any, d: Path) -> None:
-    """another shape, another tree, text and single arrays raise ValueError; `args=` TypeError"""
+    """another shape or tree, strings, single arrays: ValueError; `args=`: TypeError"""
     checkpointer = saved_standard(ocp, d / "a", tree())
     w = jax.ShapeDtypeStruct((9,), jnp.float32)
     for like in ({**abstract(), "w": w}, {"w": abstract()["w"]}):
@@ -343,7 +343,7 @@ def checkpointer_forms(ocp: Any, d: Path) -> None:
 
 @scenario("AsyncCheckpointer, AsyncOptions", "ostraka.save_async")
 def async_checkpointer(ocp: Any, d: Path) -> None:
-    """saves in the background what arrays hold at the call; `check_for_errors`, `close`"""
+    """saves the values at the call in the background; `check_for_errors`, `close`"""
     options = ocp.AsyncOptions(timeout_secs=60)
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
     array = np.ones(1000)
@@ -358,7 +358,7 @@ def async_checkpointer(ocp: Any, d: Path) -> None:
 
 @scenario("JsonCheckpointHandler, args.JsonSave, args.JsonRestore", "values in the tree")
 def json_item(ocp: Any, d: Path) -> None:
-    """JSON: tuples are lists; `JsonRestore()` needs no template"""
+    """JSON turns tuples into lists; `JsonRestore()` needs no template"""
     checkpointer = ocp.Checkpointer(ocp.JsonCheckpointHandler())
     checkpointer.save(d / "a", args=ocp.args.JsonSave({"a": (1, 2), "b": {"c": None, "d": "x"}}))
     expected = {"a": [1, 2], "b": {"c": None, "d": "x"}}
@@ -369,7 +369,7 @@ def json_item(ocp: Any, d: Path) -> None:
 
 @scenario("CompositeCheckpointHandler, args.Composite", "one dict")
 def composite(ocp: Any, d: Path) -> None:
-    """several items by name, all or some; keys and attributes raise KeyError, `.get` gives None"""
+    """several items by name, all or some; a missing one: KeyError, `.get` returns None"""
     checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler("state", "config"))
     args = ocp.args
     both = args.Composite(state=args.StandardSave(tree()), config=args.JsonSave({"lr": 0.1}))
@@ -391,7 +391,7 @@ def composite(ocp: Any, d: Path) -> None:
 
 @scenario("Checkpointer.metadata", "ostraka.open(path)")
 def checkpointer_metadata(ocp: Any, d: Path) -> None:
-    """shapes and dtypes without reading; subscripted, or `.tree`; empty for a missing path"""
+    """shapes and dtypes without reading arrays; by key or `.tree`; empty for a missing path"""
     checkpointer = saved(ocp, d / "a", {**tree(), "s": "text", "t": (jnp.ones(2), 1)})
     found = checkpointer.metadata(d / "a").item_metadata
     assert found["w"].shape == (2, 3)
@@ -405,7 +405,7 @@ def checkpointer_metadata(ocp: Any, d: Path) -> None:
 
 @scenario("NNX state", "ostraka.save(path, model); ostraka.restore(path, into=model)")
 def nnx_state(ocp: Any, d: Path) -> None:
-    """`nnx.state` into an abstract one; without a template it gains a level, `value`"""
+    """restores `nnx.state` into an abstract state; without a template adds a level `value`"""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     checkpointer = saved_standard(ocp, d / "a", nnx.state(model))
     like = nnx.state(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(1))))
@@ -434,7 +434,7 @@ def save_steps(ocp: Any, manager: Any, steps: Any, **kwargs: Any) -> list[bool]:
 
 @scenario("CheckpointManager", "with ostraka.Manager(root) as manager")
 def manager_round_trip(ocp: Any, d: Path) -> None:
-    """save, restore by step and without, `latest_step`, `all_steps`; a new manager finds them"""
+    """saves and restores with and without a step; a new manager finds the steps"""
     args = ocp.args
     with ocp.CheckpointManager(d / "m") as manager:
         assert save_steps(ocp, manager, [0, 1]) == [True, True]
@@ -460,7 +460,7 @@ def manager_round_trip(ocp: Any, d: Path) -> None:
 
 @scenario("CheckpointManager, empty", "manager.latest() is None")
 def manager_empty(ocp: Any, d: Path) -> None:
-    """nothing there: None, [], FileNotFoundError; args by position, or none: ValueError"""
+    """no steps: None, [], FileNotFoundError; positional or missing args: ValueError"""
     with ocp.CheckpointManager(d / "m") as manager:
         assert manager.latest_step() is None
         assert manager.best_step() is None
@@ -482,7 +482,7 @@ def manager_empty(ocp: Any, d: Path) -> None:
 
 @scenario("CheckpointManager.save", "manager.save: replaces; a lower step raises")
 def manager_same_step(ocp: Any, d: Path) -> None:
-    """the same and a lower step return False; the same with `force` raises a ValueError"""
+    """the same or a lower step: False; the same step with `force`: ValueError"""
     with ocp.CheckpointManager(d / "m") as manager:
         assert save_steps(ocp, manager, [5, 5, 3]) == [True, False, False]
         with pytest.raises(ocp.checkpoint_manager.StepAlreadyExistsError):
@@ -494,7 +494,7 @@ def manager_same_step(ocp: Any, d: Path) -> None:
 
 @scenario("best_fn, best_mode, save(metrics=)", "keep_best=ostraka.Best(…)")
 def best(ocp: Any, d: Path) -> None:
-    """with `max_to_keep=1` the best stays and the latest goes; a step without metrics stays"""
+    """`max_to_keep=1` keeps the best, deletes the latest; keeps steps without metrics"""
     options = {"best_fn": lambda m: m["loss"], "best_mode": "min", "max_to_keep": 1}
     with manager_of(ocp, d / "m", **options) as manager:
         for step, loss in enumerate([3.0, 1.0, 2.0]):
@@ -512,7 +512,7 @@ def best(ocp: Any, d: Path) -> None:
 
 @scenario("enable_async_checkpointing, read_only, reached_preemption", "asynchronous=, read_only=")
 def read_only(ocp: Any, d: Path) -> None:
-    """a step is there when `save` returns, or read alone; calls that a loop makes at each step"""
+    """`save` returns after the commit; read-only managers; calls made at every step"""
     manager = manager_of(ocp, d / "m", enable_async_checkpointing=False)
     assert manager.reached_preemption(1) is False
     save_steps(ocp, manager, [1])
@@ -529,7 +529,7 @@ def read_only(ocp: Any, d: Path) -> None:
 
 @scenario("async_options, create, cleanup_tmp_directories and others", "none")
 def other_options(ocp: Any, d: Path) -> None:
-    """options about Orbax's threads and files are taken; an unknown one raises TypeError"""
+    """accepts options about Orbax's threads and files; an unknown option: TypeError"""
     options = {
         "async_options": ocp.AsyncOptions(timeout_secs=60),
         "create": True,
@@ -551,7 +551,7 @@ def other_options(ocp: Any, d: Path) -> None:
 
 @scenario("CheckpointManager(item_names=, item_handlers=), args.Composite", "one dict")
 def manager_composite(ocp: Any, d: Path) -> None:
-    """several items, all or some; left out: None; not announced: ValueError; no args needed"""
+    """several items, all or some; left out: None; not declared: ValueError; args optional"""
     args = ocp.args
     items = {"state": args.StandardSave(tree()), "config": args.JsonSave({"x": 1})}
     with ocp.CheckpointManager(d / "m", item_names=("state", "config")) as manager:
@@ -616,7 +616,7 @@ def old_form_dict(ocp: Any, d: Path) -> None:
     "CheckpointManager.metadata, metadata.get_step_metadata", "ostraka.open(manager.path(step))"
 )
 def manager_metadata(ocp: Any, d: Path) -> None:
-    """of a step, of its items, and of the root; ValueError where there is none"""
+    """metadata of a step, its items and the run directory; ValueError if there is none"""
     args = ocp.args
     with ocp.CheckpointManager(d / "m", metadata={"lang": "en"}) as manager:
         both = args.Composite(a=args.StandardSave(tree()), b=args.JsonSave({"x": 1}))
@@ -635,7 +635,7 @@ def manager_metadata(ocp: Any, d: Path) -> None:
 
 @scenario("CheckpointManager.delete, reload", "manager.delete(step)")
 def delete_and_reload(ocp: Any, d: Path) -> None:
-    """a step is deleted; another manager sees that after `reload`"""
+    """deletes a step; another manager sees it after `reload`"""
     with ocp.CheckpointManager(d / "m") as manager, ocp.CheckpointManager(d / "m") as other:
         save_steps(ocp, manager, [1, 2])
         manager.wait_until_finished()
@@ -650,7 +650,7 @@ def delete_and_reload(ocp: Any, d: Path) -> None:
     "max_to_keep, keep_period, preservation_policy", "keep=, keep_every=, keep_best=, keep_if="
 )
 def which_steps_stay(ocp: Any, d: Path) -> None:
-    """the last, multiples, the best by a metric, given ones; in memory and on disk"""
+    """keeps the last, multiples, the best by a metric, listed steps; in memory and on disk"""
     p = ocp.checkpoint_managers
 
     def metric(metrics: Any) -> float:
@@ -679,7 +679,7 @@ def which_steps_stay(ocp: Any, d: Path) -> None:
     "save_interval_steps, save_on_steps, save_decision_policy", "every=3, at=[3], when=function"
 )
 def which_steps_are_saved(ocp: Any, d: Path) -> None:
-    """multiples and the first, given steps, what a function or a policy says; `should_save`"""
+    """saves multiples and the first, listed steps, or by function or policy; `should_save`"""
     p = ocp.checkpoint_managers
     either = p.AnySavePolicy([p.FixedIntervalPolicy(4), p.InitialSavePolicy()])
     cases: Any = [
@@ -724,7 +724,7 @@ def text_handler(ocp: Any) -> Any:
 
 @scenario("CheckpointHandler without args", "get_state, set_state")
 def legacy_handler(ocp: Any, d: Path) -> None:
-    """a handler that has no args registered: `save(directory, item)`"""
+    """a handler without registered args: `save(directory, item)`"""
 
     class Legacy(ocp.CheckpointHandler):
         def save(self, directory: Any, item: Any, upper: bool = False) -> None:
@@ -742,7 +742,7 @@ def legacy_handler(ocp: Any, d: Path) -> None:
     "CheckpointHandler, register_with_handler, CheckpointHandlerRegistry", "get_state, set_state"
 )
 def own_handler(ocp: Any, d: Path) -> None:
-    """a handler of one's own with its args: alone, as an item of a step, or by a registry"""
+    """a custom handler with its args: alone, as an item of a step, or from a registry"""
     handler, save, restore = text_handler(ocp)
     checkpointer = ocp.Checkpointer(handler())
     checkpointer.save(d / "a", args=save("hello"))
@@ -762,7 +762,7 @@ def own_handler(ocp: Any, d: Path) -> None:
 
 @scenario("type_handlers.SingleReplicaArrayHandler", "share_reads=")
 def single_replica_handler(ocp: Any, d: Path) -> None:
-    """registered for jax.Array, as MaxText does; a second time needs `override`"""
+    """registered for jax.Array, as in MaxText; registering again needs `override`"""
     handlers = ocp.type_handlers
     with pytest.raises(ValueError):
         handlers.register_type_handler(jax.Array, handlers.ArrayHandler())
@@ -780,7 +780,7 @@ def single_replica_handler(ocp: Any, d: Path) -> None:
     "step_prefix, path.step: standard_name_format, utils.checkpoint_steps", "manager.path(step)"
 )
 def step_paths(ocp: Any, d: Path) -> None:
-    """the names of steps, and the steps of names"""
+    """names of steps, and steps from names"""
     naming = ocp.path.step.standard_name_format(step_prefix="a", step_format_fixed_length=3)
     assert naming.build_name(7) == "a_007"
     assert str(ocp.step.build_step_path(d, naming, 7)) == str(d / "a_007")
@@ -812,7 +812,7 @@ MODULES = """
 
 @scenario("import forms, experimental.v1, pathways, path.atomicity", "import ostraka")
 def import_forms(ocp: Any, d: Path) -> None:
-    """submodules are there under their names; args are the same classes under `type_handlers`"""
+    """submodules keep their names; `type_handlers` has the same args classes"""
     for name in MODULES.split():
         assert importlib.import_module(f"{ocp.__name__}.{name}") is getattr(ocp, name)
     assert ocp.checkpoint_manager.CheckpointManager is ocp.CheckpointManager
@@ -835,7 +835,7 @@ def import_forms(ocp: Any, d: Path) -> None:
 
 @scenario("v1.save, v1.load, save_async, save_pytree, load_pytree", "ostraka.save, ostraka.restore")
 def v1_round_trip(ocp: Any, d: Path) -> None:
-    """a tree at a path; `overwrite`; a template; in the background. The older names work too"""
+    """a tree at a path, `overwrite`, a template, in the background; the older names too"""
     v1 = ocp.v1
     assert v1.save(d / "a", tree()) is None
     same(v1.load(d / "a"), tree())
@@ -856,7 +856,7 @@ def v1_round_trip(ocp: Any, d: Path) -> None:
 
 @scenario("v1.save_checkpointables, load_checkpointables", "one dict; ostraka.restore: Mismatch")
 def v1_checkpointables(ocp: Any, d: Path) -> None:
-    """several by name, all or some; KeyError if one is missing or does not fit, as Tunix wants"""
+    """several by name, all or some; KeyError if one is missing or does not fit (Tunix)"""
     v1 = ocp.v1
     v1.save_checkpointables(d / "a", {"state": tree(), "extra": {"x": jnp.ones(2)}})
     found = v1.load_checkpointables(d / "a")
@@ -905,7 +905,7 @@ def v1_stateful(ocp: Any, d: Path) -> None:
 
 @scenario("v1.training.Checkpointer", "ostraka.Manager(root)")
 def v1_training(ocp: Any, d: Path) -> None:
-    """save, load, latest; FileExistsError, FileNotFoundError; a save that the policy skips"""
+    """save, load, latest; FileExistsError, FileNotFoundError; a skipped save"""
     training: Any = ocp.v1.training
     policy = training.preservation_policies.LatestN(2)
     with training.Checkpointer(d / "m", preservation_policy=policy) as checkpointer:
@@ -935,6 +935,6 @@ def v1_training(ocp: Any, d: Path) -> None:
 
 def as_table() -> str:
     """The scenarios as Markdown."""
-    lines = ["| Orbax | scenario | with our own calls |", "| --- | --- | --- |"]
+    lines = ["| Orbax | scenario | Ostraka |", "| --- | --- | --- |"]
     lines += [f"| `{s.names}` | {s.text} | `{s.ours}` |" for s in SCENARIOS]
     return "\n".join(lines)

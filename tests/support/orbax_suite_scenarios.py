@@ -13,7 +13,7 @@ from orbax_scenarios import same, scenario, tree
 
 @scenario("subclasses of CheckpointManager: what they override", "wrap ostraka.Manager")
 def managers_that_override_private_methods(ocp: Any, d: Path) -> None:
-    """`_checkpoints`, `_load_checkpoint_infos`, `_finalize_checkpoint`, as AXLearn does"""
+    """`_checkpoints`, `_load_checkpoint_infos`, `_finalize_checkpoint`, as in AXLearn"""
     lib = ocp.checkpoint_manager
 
     class Tracking(ocp.CheckpointManager):
@@ -52,7 +52,7 @@ def managers_that_override_private_methods(ocp: Any, d: Path) -> None:
 
 @scenario("AbstractCheckpointManager, emergency managers", "mirror=")
 def emergency_managers_have_methods(ocp: Any, d: Path) -> None:
-    """what `mock.Mock(spec=)` of an emergency manager needs in the tests of MaxText"""
+    """names that `mock.Mock(spec=)` of an emergency manager needs in MaxText's tests"""
     emergency = importlib.import_module(f"{ocp.__name__}.experimental.emergency.checkpoint_manager")
     manager = mock.Mock(spec=emergency.CheckpointManager)
     assert isinstance(manager, emergency.CheckpointManager)

@@ -18,7 +18,7 @@ from orbax_scenarios import abstract, same, saved, saved_standard, scenario, tre
 
 @scenario("v1.Context, v1.options", "arguments of the calls")
 def v1_context(ocp: Any, d: Path) -> None:
-    """options for the calls inside; a copy is changed, and counts more than the checkpointer's"""
+    """options for the calls inside; changes a copy, which overrides the checkpointer's"""
     v1 = ocp.v1
     context = v1.Context()
     context.asynchronous.timeout_secs = 100
@@ -41,7 +41,7 @@ def v1_context(ocp: Any, d: Path) -> None:
 
 @scenario("v1.options.ArrayOptions.Saving", "ostraka.save(dtype=)")
 def v1_dtypes_by_leaf(ocp: Any, d: Path) -> None:
-    """`storage_options` casts what is saved, for all leaves or as a function of path and leaf"""
+    """`storage_options` casts saved leaves, all or by a function of path and leaf"""
     v1 = ocp.v1
     saving = v1.options.ArrayOptions.Saving
     state = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -64,7 +64,7 @@ def v1_dtypes_by_leaf(ocp: Any, d: Path) -> None:
 
 @scenario("utils.fully_replicated_host_local_array_to_global_array", "not needed")
 def host_local_arrays(ocp: Any, d: Path) -> None:
-    """an array that each device has becomes one over all devices"""
+    """an array that every device holds becomes one array over all devices"""
     devices = np.array(jax.devices())
     mesh = jax.sharding.Mesh(devices, ("x",))
     local = jax.device_put(jnp.arange(3.0), jax.sharding.NamedSharding(mesh, jax.P()))
@@ -80,7 +80,7 @@ def same_key(found: Any, key: Any) -> None:
 
 @scenario("PRNG keys", "the key in the tree")
 def prng_keys_in_a_template(ocp: Any, d: Path) -> None:
-    """templates have keys, abstract keys, or the shape of their numbers; numpy gets the numbers"""
+    """templates have keys, abstract keys or key data; NumPy receives key data"""
     key = jax.random.key(3)
     checkpointer = saved_standard(ocp, d / "a", {"k": key, "w": jnp.ones(1)})
     here = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec())
@@ -107,7 +107,7 @@ def prng_keys_in_a_template(ocp: Any, d: Path) -> None:
 
 @scenario("v1.options.CheckpointLayout.SAFETENSORS", "ostraka.restore(path)")
 def v1_safetensors(ocp: Any, d: Path) -> None:
-    """a safetensors file, or a directory of them, as a flat dict; sharded as MaxText does it"""
+    """a safetensors file or directory as a flat dict; sharded as in MaxText"""
     v1 = ocp.v1
     saved = {"a.w": np.arange(32, dtype=np.float32).reshape(8, 4), "b": np.arange(3)}
     (d / "hf").mkdir()

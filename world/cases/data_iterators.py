@@ -15,7 +15,9 @@ from world.case import Program, Registry
 
 CASES = Registry()
 WIDTH = 8
-NO_SHAPES = {"abstract": "an iterator has no shape: it is its own template, as with like"}
+NO_SHAPES = {
+    "abstract": "an iterator has no abstract form: use it as its own template, as with like"
+}
 
 
 class Rows:

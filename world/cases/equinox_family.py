@@ -252,7 +252,7 @@ def bfgs() -> Program:
     "lineax",
     "linear operators, tagged",
     "sets of tags as static fields",
-    left_out={"none": "an identity operator is nothing but static fields, and is refused"},
+    left_out={"none": "an identity operator has only static fields, so Ostraka refuses it"},
 )
 def operators() -> Program:
     def make() -> Any:

@@ -2,7 +2,7 @@
 
 Programs for `orbax.checkpoint` run with that line changed, and save Ostraka checkpoints. Steps
 that Orbax wrote are listed, restored and retained too. Unsupported names and options raise an error
-that names them. docs/maintainers/orbax-scenarios.md has the list.
+that names them. docs/from/orbax.md lists them.
 """
 
 from ostraka.compat.orbax import args as args

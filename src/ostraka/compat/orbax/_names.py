@@ -86,8 +86,7 @@ def refuse(module: str, *others: ModuleType) -> Callable[[str], Any]:
                 return vars(other)[name]
         raise Unsupported(
             f"{module} has no {name!r}: if it is {name_there}.{name}, Ostraka's drop-in does not "
-            "support it; docs/maintainers/orbax-scenarios.md lists what it has and what to use "
-            "instead"
+            "support it; docs/from/orbax.md lists what is missing and what to use instead"
         )
 
     return lookup

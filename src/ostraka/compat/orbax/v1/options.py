@@ -158,7 +158,7 @@ class Context:
             return getattr(self, full)
         raise Unsupported(
             f"Context has no {name!r}: if it is one of Orbax's, Ostraka's drop-in does not support "
-            "it; docs/maintainers/orbax-scenarios.md lists what it has"
+            "it; docs/from/orbax.md lists what is missing"
         )
 
     @property
