@@ -104,7 +104,9 @@ def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Contact:
     try:
         lasting = from_url(root, **options)
         options["retry_config"] = _RETRY | _AT_FIRST
-        return Contact(lasting, first=from_url(root, **options))
+        contact = Contact(lasting, first=from_url(root, **options))
+        contact.can_sign &= not account.get("disable_oauth")  # It would ask Google for a key.
+        return contact
     except Exception as error:
         raise refusal("open", root, error) from error
 
