@@ -4,6 +4,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SHAKE_ARGS ?=
 WORLD_ARGS ?=
+STORE ?= moto
 TORCH := torch==2.13.0
 AZURITE := azurite@3.37.0
 
@@ -55,9 +56,9 @@ test: $(FULL) torch ## the test suite (TESTS=tests/layout, PYTEST_ARGS=-x)
 quick: $(FULL) ## the tests of the pure folders, in seconds
 	@$(BIN)/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/common tests/tree tests/layout
 
-buckets: $(FULL) ## all tests in buckets: the suite has a part of them there, and all on disk
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -k "bucket or seaweed or azurite" -m "not soak" \
-	  $(PYTEST_ARGS) $(TESTS)
+buckets: $(FULL) ## all tests in buckets, which the suite has on disk (STORE=google)
+	@OSTRAKA_TEST_STORE=$(STORE) $(BIN)/python -m pytest -n 2 --dist worksteal \
+	  -k "bucket or seaweed or azurite or google" -m "not soak" $(PYTEST_ARGS) $(TESTS)
 
 # Each test may take an hour, and runs alone: soak tests kill processes and fill disks. The figures
 # end in bench/results, and in the documents that quote them.

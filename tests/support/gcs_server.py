@@ -30,8 +30,6 @@ _LEAST_PART_BYTES = 5 << 20
 _MOST_PARTS = 10_000
 _LONGEST_S = 7 * 24 * 3600
 """The longest life of a signed URL."""
-_PAGE = 5
-"""The most entries of a page of a list. Google has 1,000, and may return fewer than asked for."""
 _NAMESPACE = "http://doc.s3.amazonaws.com/2006-03-01"
 _SIGNED_HOST = "storage.googleapis.com"
 _TEXTS = {
@@ -114,6 +112,8 @@ class Bucket:
     generation: int = 0
     writes_per_s: float = 0.0
     """How often an object may be changed; 0 for as often as you like."""
+    most_listed: int = 1000
+    """The most entries of a page of a list. Google may return fewer than it was asked for."""
     changed: dict[str, float] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -176,7 +176,7 @@ class Bucket:
     def list(self, query: dict[str, str]) -> bytes:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         after = query.get("continuation-token") or query.get("start-after", "")
-        most = min(int(query.get("max-keys", "1000")), _PAGE)
+        most = min(int(query.get("max-keys", "1000")), self.most_listed)
         found: dict[str, Object | None] = {}
         """By key, or by a prefix that several keys have in common."""
         for key in sorted(key for key in self.objects if key.startswith(prefix)):
@@ -338,6 +338,7 @@ def serve(port: int, bucket: Bucket, key: PublicKey) -> None:
             faults.extend([_FAULTS[query["status"]]] * int(query["times"]))
         if verb == "limit":
             bucket.writes_per_s = float(query["writes_per_s"])
+            bucket.most_listed = int(query["most_listed"])
         state = {
             "uploads": [upload.key for upload in bucket.uploads.values()],
             "faults": len(faults),
@@ -367,9 +368,9 @@ class Controls:
         """Answer the next requests with an error, whatever they are."""
         self._ask("fail", status=status, times=times)
 
-    def limit(self, writes_per_s: float) -> None:
-        """Let each object be changed so often, or as often as one likes with 0."""
-        self._ask("limit", writes_per_s=writes_per_s)
+    def limit(self, *, writes_per_s: float = 0.0, most_listed: int = 1000) -> None:
+        """Set how often an object may be changed, 0 for no limit, and the size of a list's page."""
+        self._ask("limit", writes_per_s=writes_per_s, most_listed=most_listed)
 
     def _ask(self, verb: str, **query: Any) -> dict[str, Any]:
         url = f"{self._endpoint}/-/{verb}?{urlencode(query)}"

@@ -46,8 +46,10 @@ class Server:
     environment: Mapping[str, str]
     url: str
     endpoint: str
+    variable: str
+    """The variable of the environment that has the endpoint."""
     client: Callable[[], Any]
-    """An independent client of the same store."""
+    """An independent client of the same store; of Google's, what controls the server."""
 
 
 @contextmanager
@@ -124,7 +126,9 @@ def azurite(directory: Path) -> Generator[Server]:
             "AZURE_STORAGE_ENDPOINT": endpoint,
         }
         _create_azure_container(endpoint)
-        yield Server(environment, f"az://{BUCKET}", endpoint, lambda: None)
+        yield Server(
+            environment, f"az://{BUCKET}", endpoint, "AZURE_STORAGE_ENDPOINT", lambda: None
+        )
 
 
 @contextmanager
@@ -135,8 +139,9 @@ def google(directory: Path) -> Generator[Server]:
     _write_google_account(account, key)
     program = [sys.executable, gcs_server.__file__, str(port), BUCKET, str(key)]
     with _running(program, directory / "google.log", port):
-        environment = {"GOOGLE_SERVICE_ACCOUNT": str(account), "GOOGLE_BASE_URL": endpoint}
-        yield Server(environment, f"gs://{BUCKET}", endpoint, lambda: Controls(endpoint))
+        variable, controls = "GOOGLE_BASE_URL", Controls(endpoint)
+        environment = {"GOOGLE_SERVICE_ACCOUNT": str(account), variable: endpoint}
+        yield Server(environment, f"gs://{BUCKET}", endpoint, variable, lambda: controls)
 
 
 KINDS = {"moto": moto, "seaweed": seaweed, "azurite": azurite, "google": google}
@@ -171,7 +176,8 @@ def _s3_server(port: int) -> Server:
         )
 
     _until(lambda: client().create_bucket(Bucket=BUCKET))
-    return Server({**KEYS, "AWS_ENDPOINT_URL": endpoint}, f"s3://{BUCKET}", endpoint, client)
+    variable = "AWS_ENDPOINT_URL"
+    return Server({**KEYS, variable: endpoint}, f"s3://{BUCKET}", endpoint, variable, client)
 
 
 def _program(name: str) -> str:

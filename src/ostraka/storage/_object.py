@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from http.client import HTTPException
@@ -116,6 +117,8 @@ class ObjectStore:
         is_named: bool,
     ):
         self._contact = contact
+        if contact.is_googles:  # It limits changes of one object to one a second.
+            self.traits = replace(self.traits, touch_every_s=1.0)
         self.is_named = is_named
         self._url = url
         self._prefix = prefix.strip("/")
