@@ -21,8 +21,7 @@ from ostraka.storage._object import ObjectStore
 from ostraka.testing import FaultyStore
 from suspended import LONG_S, Suspended
 
-BUCKETS = pytest.mark.parametrize("bucket", ["moto", "seaweed", "google"], indirect=True)
-SOME_LATER = pytest.mark.parametrize(
+BUCKETS = pytest.mark.parametrize(
     "bucket",
     ["moto", "seaweed", pytest.param("google", marks=pytest.mark.buckets)],
     indirect=True,
@@ -57,7 +56,7 @@ def make_again(path: str, beside: str, *, without: str) -> None:
         ostraka.copy(beside, path)
 
 
-@SOME_LATER
+@BUCKETS
 @pytest.mark.parametrize(
     ("name", "without"),
     [("_METADATA", "_METADATA"), ("_METADATA", ".safetensors"), ("shards-[0-9a-f]+", "")],
@@ -78,7 +77,7 @@ def test_a_removal_that_stood_still_deletes_nothing_of_a_copy_of_the_same_save(
     assert "put back" not in caplog.text  # It was there all the time.
 
 
-@SOME_LATER
+@BUCKETS
 def test_a_request_that_was_signed_in_time_and_sent_too_late_deletes_nothing(
     bucket: str, hurried: None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -149,7 +148,7 @@ def test_a_deletion_by_version_is_conditional(bucket: str, monkeypatch: pytest.M
         assert store.look("_METADATA") is None
 
 
-@BUCKETS
+@pytest.mark.parametrize("bucket", ["moto", "seaweed", "google"], indirect=True)
 def test_a_deletion_by_version_leaves_what_was_replaced_before_its_claim_was_checked(bucket: str):
     """From the check on, nobody else writes there."""
     store = open_store(bucket)
@@ -206,7 +205,7 @@ def test_a_store_that_signs_slowly_deletes_all_in_time(
     assert not caplog.records
 
 
-@SOME_LATER
+@BUCKETS
 def test_a_marker_that_is_renewed_at_the_last_moment_is_not_taken(bucket: str, hurried: None):
     """Its owner may have signed deletions by the new time."""
     other = Claim(open_store(bucket))

@@ -104,6 +104,7 @@ def test_there_is_no_such_bucket(bucket: str):
 # Conditions
 
 
+@pytest.mark.buckets
 def test_a_dead_save_is_taken_over(bucket: str, monkeypatch: pytest.MonkeyPatch):
     """Its marker is seen in a list, which in obstore has no generation."""
     store = open_store(bucket)

@@ -615,7 +615,9 @@ def alone(number: int, function: str, *args: Any) -> Any:
     return globals()[function](*args, number)
 
 
-@pytest.mark.parametrize("bucket", ["moto", "google"], indirect=True)
+@pytest.mark.parametrize(
+    "bucket", ["moto", pytest.param("google", marks=pytest.mark.buckets)], indirect=True
+)
 @pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=pytest.mark.soak)])
 def test_two_runs_save_to_one_path(bucket: str, rounds: int, figures: Figures):
     outcomes: dict[int, list[str]] = {}
