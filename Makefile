@@ -5,6 +5,7 @@ BENCH_ARGS ?=
 SHAKE_ARGS ?=
 WORLD_ARGS ?=
 STORE ?= moto
+SLURM_ARGS ?=
 TORCH := torch==2.13.0
 AZURITE := azurite@3.37.0
 
@@ -26,7 +27,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick buckets check format bench torch azurite soak shake world newest clean
+.PHONY: help venv demo test quick buckets check format bench torch azurite soak shake world newest slurm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,6 +126,10 @@ torch:
 azurite: ## install Azurite with npm, for the tests on Azure's store
 	@npm install --prefix .azurite --no-package-lock --no-audit --no-fund --loglevel=error \
 	  $(AZURITE)
+
+# It installs nothing: it says what is missing. Slurm's daemons end with it.
+slurm: $(FULL) ## examples/slurm on a real Slurm of one node; needs slurm-wlm and munge (SLURM_ARGS=--keep)
+	@$(BIN)/python tests/slurm/drive.py $(SLURM_ARGS)
 
 clean: ## remove caches, builds and scratch (environments stay)
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis bench/scratch

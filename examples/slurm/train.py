@@ -1,4 +1,4 @@
-"""A training run for Slurm: it is preempted, requeued, and goes on where it was.
+"""A training run for Slurm that is preempted, requeued, and resumes where it was.
 
     sbatch examples/slurm/train.sbatch runs/slurm
 
