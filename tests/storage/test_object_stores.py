@@ -157,6 +157,7 @@ def test_what_is_read_first_comes_with_the_request_that_opens_a_file(bucket: str
     reader.close()
 
 
+@S3
 def test_requests_of_several_processes_and_parity_are_as_planned(bucket: str, proxy: Proxy):
     """One process reads nothing back; of two, each reads what it makes parity of."""
     tree = sharded_tree(2, 4)
