@@ -4,6 +4,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SHAKE_ARGS ?=
 WORLD_ARGS ?=
+STORE ?= moto
+SLURM_ARGS ?=
 TORCH := torch==2.13.0
 AZURITE := azurite@3.37.0
 
@@ -25,7 +27,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick buckets check format bench torch azurite soak shake world newest clean
+.PHONY: help venv demo test quick buckets check format bench torch azurite soak shake world newest slurm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,9 +57,9 @@ test: $(FULL) torch ## the test suite (TESTS=tests/layout, PYTEST_ARGS=-x)
 quick: $(FULL) ## the tests of the pure folders, in seconds
 	@$(BIN)/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/common tests/tree tests/layout
 
-buckets: $(FULL) ## all tests in buckets: the suite has a part of them there, and all on disk
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -k "bucket or seaweed or azurite" -m "not soak" \
-	  $(PYTEST_ARGS) $(TESTS)
+buckets: $(FULL) ## all tests in buckets, which the suite has on disk (STORE=google)
+	@OSTRAKA_TEST_STORE=$(STORE) $(BIN)/python -m pytest -n 2 --dist worksteal \
+	  -k "bucket or seaweed or azurite or google" -m "not soak" $(PYTEST_ARGS) $(TESTS)
 
 # Each test may take an hour, and runs alone: soak tests kill processes and fill disks. The figures
 # end in bench/results, and in the documents that quote them.
@@ -124,6 +126,10 @@ torch:
 azurite: ## install Azurite with npm, for the tests on Azure's store
 	@npm install --prefix .azurite --no-package-lock --no-audit --no-fund --loglevel=error \
 	  $(AZURITE)
+
+# It installs nothing: it says what is missing. Slurm's daemons end with it.
+slurm: $(FULL) ## examples/slurm on a real Slurm of one node; needs slurm-wlm and munge (SLURM_ARGS=--keep)
+	@$(BIN)/python tests/slurm/drive.py $(SLURM_ARGS)
 
 clean: ## remove caches, builds and scratch (environments stay)
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis bench/scratch

@@ -87,6 +87,7 @@ _LONG_IN_BUCKETS = {
     "test_processes",
 }
 _IN_THE_SUITE = 8
+_STORE = os.environ.get("OSTRAKA_TEST_STORE", "moto")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -141,8 +142,11 @@ def bucket(
     servers: Callable[[str], Server],
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """A prefix of its own in a bucket; of moto's, unless the test names another by `param`."""
-    server = servers(getattr(request, "param", "moto"))
+    """A prefix of its own in a bucket, of the store that the test names by `param`.
+
+    By default it is moto's, or that of OSTRAKA_TEST_STORE (`make buckets STORE=google`).
+    """
+    server = servers(getattr(request, "param", _STORE))
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return f"{server.url}/{uuid.uuid4().hex}"
@@ -181,7 +185,7 @@ def new_place(
     if request.param == "disk":
         return tmp_path_factory.mktemp
     make = request.getfixturevalue("new_bucket")
-    return lambda name: make("moto")
+    return lambda name: make(_STORE)
 
 
 @pytest.fixture(scope="session", autouse=True)

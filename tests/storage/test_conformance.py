@@ -56,6 +56,10 @@ class TestAzurite(InBuckets):
     kind = "azurite"
 
 
+class TestGoogle(InBuckets):
+    kind = "google"
+
+
 class TestUsers(StoreTests):
     def make_store(self, directory: Path) -> Store:
         return SqliteStore(directory / "files.db")

@@ -21,7 +21,11 @@ from ostraka.storage._object import ObjectStore
 from ostraka.testing import FaultyStore
 from suspended import LONG_S, Suspended
 
-BUCKETS = pytest.mark.parametrize("bucket", ["moto", "seaweed"], indirect=True)
+BUCKETS = pytest.mark.parametrize(
+    "bucket",
+    ["moto", "seaweed", pytest.param("google", marks=pytest.mark.buckets)],
+    indirect=True,
+)
 TREE = {"w": np.arange(100), "v": np.ones(3)}
 
 
@@ -118,9 +122,9 @@ def test_a_signed_deletion_ends_at_its_time(bucket: str):
     assert _object.sign_deletions(client, keys, time.time() + 0.9) == []
 
 
-@BUCKETS
+@pytest.mark.parametrize("bucket", ["moto", "seaweed"], indirect=True)
 def test_a_deletion_by_version_is_conditional(bucket: str, monkeypatch: pytest.MonkeyPatch):
-    """What is replaced after the last look stays."""
+    """What is replaced after the last look stays, whoever replaces it."""
     store = open_store(bucket)
     store.put("_METADATA", b"old")
     seen = store.look("_METADATA")
@@ -142,6 +146,63 @@ def test_a_deletion_by_version_is_conditional(bucket: str, monkeypatch: pytest.M
         claim.delete("_METADATA", version=now.version)
         claim.delete("_METADATA", version=now.version)  # Gone is as good as deleted.
         assert store.look("_METADATA") is None
+
+
+@pytest.mark.parametrize("bucket", ["moto", "seaweed", "google"], indirect=True)
+def test_a_deletion_by_version_leaves_what_was_replaced_before_its_claim_was_checked(bucket: str):
+    """From the check on, nobody else writes there."""
+    store = open_store(bucket)
+    store.put("_METADATA", b"old")
+    seen = store.look("_METADATA")
+    assert seen is not None
+
+    def replace_and_check() -> float:
+        store.put("_METADATA", b"new")
+        return time.time() + 20
+
+    with pytest.raises(Busy, match="another save has replaced"):
+        store.delete("_METADATA", version=seen.version, check=replace_and_check)
+    assert store.get("_METADATA") == b"new"
+
+
+@pytest.mark.parametrize("bucket", ["moto", "azurite", "google"], indirect=True)
+def test_a_file_that_is_gone_already_leaves_no_other_file(bucket: str):
+    """Without a signature all are deleted at once, and some stores stop at what is gone."""
+    store, other = open_store(bucket), open_store(bucket)
+    for number in range(30):
+        store.put(f"directory/{number:02}", b"data")
+    store.put("directory2", b"data")
+    store.delete("directory", check=lambda: other.delete("directory/03"))
+    assert store.list() == ["directory2"]
+
+
+@pytest.mark.buckets
+def test_a_store_that_signs_slowly_deletes_all_in_time(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Each signature may be a request to another server."""
+    store = open_store(bucket)
+    for number in range(40):
+        store.put(f"directory/{number}", b"data")
+    sign = obstore.sign
+
+    def sign_slowly(bucket: Any, method: Any, key: Any, lifetime: Any) -> Any:
+        time.sleep(0.1)
+        return sign(bucket, method, key, lifetime)
+
+    monkeypatch.setattr(obstore, "sign", sign_slowly)
+    monkeypatch.setattr(_object, "_SENT_AT_ONCE", 1)
+    checks: list[float] = []
+
+    def check() -> float:
+        """As of a claim that ends in 6 s, while all signatures take 4 s."""
+        checks.append(time.time())
+        return checks[-1] + 6
+
+    store.delete("directory", check=check)
+    assert store.list() == []
+    assert len(checks) > 1
+    assert not caplog.records
 
 
 @BUCKETS

@@ -1,4 +1,7 @@
-"""Object stores on this machine, for tests: moto and SeaweedFS (S3), Azurite (Azure)."""
+"""Object stores on this machine, for tests.
+
+moto and SeaweedFS have S3's conditions, Azurite has Azure's, and `gcs_server.py` has Google's.
+"""
 
 import json
 import os
@@ -16,6 +19,9 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import pytest
+
+import gcs_server
+from gcs_server import Controls
 
 BUCKET = "ostraka-tests"
 KEYS = {
@@ -40,8 +46,10 @@ class Server:
     environment: Mapping[str, str]
     url: str
     endpoint: str
+    variable: str
+    """The variable of the environment that has the endpoint."""
     client: Callable[[], Any]
-    """An independent client of the same store."""
+    """An independent client of the same store; of Google's, what controls the server."""
 
 
 @contextmanager
@@ -118,10 +126,25 @@ def azurite(directory: Path) -> Generator[Server]:
             "AZURE_STORAGE_ENDPOINT": endpoint,
         }
         _create_azure_container(endpoint)
-        yield Server(environment, f"az://{BUCKET}", endpoint, lambda: None)
+        yield Server(
+            environment, f"az://{BUCKET}", endpoint, "AZURE_STORAGE_ENDPOINT", lambda: None
+        )
 
 
-KINDS = {"moto": moto, "seaweed": seaweed, "azurite": azurite}
+@contextmanager
+def google(directory: Path) -> Generator[Server]:
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    account, key = directory / "account.json", directory / "key.json"
+    _write_google_account(account, key)
+    program = [sys.executable, gcs_server.__file__, str(port), BUCKET, str(key)]
+    with _running(program, directory / "google.log", port):
+        variable, controls = "GOOGLE_BASE_URL", Controls(endpoint)
+        environment = {"GOOGLE_SERVICE_ACCOUNT": str(account), variable: endpoint}
+        yield Server(environment, f"gs://{BUCKET}", endpoint, variable, lambda: controls)
+
+
+KINDS = {"moto": moto, "seaweed": seaweed, "azurite": azurite, "google": google}
 
 
 def free_port() -> int:
@@ -153,7 +176,8 @@ def _s3_server(port: int) -> Server:
         )
 
     _until(lambda: client().create_bucket(Bucket=BUCKET))
-    return Server({**KEYS, "AWS_ENDPOINT_URL": endpoint}, f"s3://{BUCKET}", endpoint, client)
+    variable = "AWS_ENDPOINT_URL"
+    return Server({**KEYS, variable: endpoint}, f"s3://{BUCKET}", endpoint, variable, client)
 
 
 def _program(name: str) -> str:
@@ -188,6 +212,20 @@ def _create_azure_container(endpoint: str) -> None:
         f"{endpoint}/{BUCKET}?restype=container", method="PUT", headers=headers, data=b""
     )
     _until(lambda: urllib.request.urlopen(request, timeout=10).close())
+
+
+def _write_google_account(account: Path, key: Path) -> None:
+    """Write the file of a service account, and what the server needs to know of its key."""
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    private = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    email = "tests@ostraka.iam.gserviceaccount.com"
+    named = {"type": "service_account", "private_key_id": "1", "client_email": email}
+    account.write_text(json.dumps({**named, "private_key": pem}))
+    public = private.public_key().public_numbers()
+    key.write_text(json.dumps({"email": email, "modulus": public.n, "exponent": public.e}))
 
 
 @contextmanager

@@ -56,6 +56,8 @@ class Traits:
     """How many threads of one process should read at the same time."""
     look_every_s: float = 0.1
     """How long to wait before looking again for a change that is expected."""
+    touch_every_s: float = 0.0
+    """How long the store wants a file to be left alone before it is changed again."""
     deletes_fence: bool = True
     """True if a `put` or a `delete` fails once its temporary file is deleted, or if nobody else can
     write between a `check` and its event. Set it to False for a store that can do neither. A

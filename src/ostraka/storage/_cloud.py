@@ -7,6 +7,7 @@ what machines in a cloud are told. Profiles in the files of Amazon's tools are r
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from datetime import timedelta
@@ -87,7 +88,13 @@ def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Contact:
             options |= _from_aws_files(environment)
         if endpoint:
             options["endpoint"] = endpoint
-    endpoint = options.get("endpoint") or environment.get("AZURE_STORAGE_ENDPOINT")
+    account = _google_account(environment) if root.startswith("gs") else {}
+    endpoint = (
+        options.get("endpoint")
+        or environment.get("AZURE_STORAGE_ENDPOINT")
+        or environment.get("GOOGLE_BASE_URL")
+        or account.get("gcs_base_url")
+    )
     _check_endpoint(root, endpoint)
     if endpoint and endpoint.startswith("http://"):
         options["client_options"]["allow_http"] = True
@@ -97,9 +104,24 @@ def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Contact:
     try:
         lasting = from_url(root, **options)
         options["retry_config"] = _RETRY | _AT_FIRST
-        return Contact(lasting, first=from_url(root, **options))
+        contact = Contact(lasting, first=from_url(root, **options))
+        contact.can_sign &= not account.get("disable_oauth")  # It would ask Google for a key.
+        return contact
     except Exception as error:
         raise refusal("open", root, error) from error
+
+
+def _google_account(environment: dict[str, str]) -> dict[str, Any]:
+    """Return what the file of a Google service account says, or nothing without such a file."""
+    try:
+        text = environment.get("GOOGLE_SERVICE_ACCOUNT_KEY") or Path(
+            environment.get("GOOGLE_SERVICE_ACCOUNT")
+            or environment.get("GOOGLE_SERVICE_ACCOUNT_PATH", "")
+        ).read_text(encoding="utf-8")
+        found: Any = json.loads(text)
+    except (OSError, ValueError):
+        return {}  # obstore says what is wrong with it.
+    return found if isinstance(found, dict) else {}
 
 
 def _check_endpoint(root: str, endpoint: str | None) -> None:

@@ -18,15 +18,17 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from http.client import HTTPException
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import GCSStore
 
 from ostraka.common.record import logger as log
 from ostraka.common.threads import StopSignal, run_all
@@ -64,8 +66,12 @@ class Contact:
     def __init__(self, lasting: Any, first: Any = None):
         self.lasting = lasting
         self._first = first
+        self.signer = lasting if first is None else first
+        """For signatures, which may take a request: a deletion is done without them as well."""
         self.can_sign = not dict(getattr(lasting, "config", None) or {}).get("skip_signature")
         """True if URLs can be signed, as far as is known."""
+        self.is_googles = isinstance(lasting, GCSStore)
+        """True if a condition is a generation, and a deletion by a signed URL can have none."""
 
     @property
     def client(self) -> Any:
@@ -111,6 +117,8 @@ class ObjectStore:
         is_named: bool,
     ):
         self._contact = contact
+        if contact.is_googles:  # It limits changes of one object to one a second.
+            self.traits = replace(self.traits, touch_every_s=1.0)
         self.is_named = is_named
         self._url = url
         self._prefix = prefix.strip("/")
@@ -165,8 +173,18 @@ class ObjectStore:
             check()
         if replaces is ANYTHING:
             self._put(name, data, "overwrite")
-        elif not self._put(name, data, "create" if replaces is None else dict(replaces)):
-            raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
+        else:
+            mode = "create" if replaces is None else self._update_of(name, replaces)
+            if mode is None or not self._put(name, data, mode):
+                raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
+
+    def _update_of(self, name: str, version: Any) -> dict[str, str] | None:
+        """Return the mode that replaces a version only, or None if there is another one."""
+        if not self._contact.is_googles:
+            return dict(version)
+        # obstore's lists lack the generation. The object that has it has this version for ever.
+        meta = self._head(name)
+        return _update(meta) if meta is not None and _info(name, meta).version == version else None
 
     def upload(self, name: str, data: memoryview) -> str | None:
         """Write a file as one object. Returns its identity."""
@@ -209,13 +227,14 @@ class ObjectStore:
             if not self._put(name, content, "create"):
                 raise StoreError(f"{self._path(name)} is there", errno=errno.EEXIST)
             return None
-        there = self.look(name)
-        if there is not None and there.size:
-            if self._put(name, content, dict(there.version)):
-                return there.changed_s
+        there = self._head(name)
+        if there is not None and there["size"]:
+            changed_s = _info(name, there).changed_s
+            if self._put(name, content, _update(there)):
+                return changed_s
             now = self.look(name)
             if now is not None and now.size:  # Another thread has touched it just now.
-                return there.changed_s
+                return changed_s
         raise _not_found(self._path(name))
 
     def create(
@@ -262,10 +281,13 @@ class ObjectStore:
         return self._retry("read", name, read)
 
     def look(self, name: str) -> FileInfo | None:
+        meta = self._head(name)
+        return None if meta is None else _info(name, meta)
+
+    def _head(self, name: str) -> Any:
         key = self._start + name
         try:
-            meta = self._retry("look at", name, lambda: obstore.head(self._contact.client, key))
-            return _info(name, meta)
+            return self._retry("look at", name, lambda: obstore.head(self._contact.client, key))
         except FileNotFoundError:
             return None
 
@@ -313,14 +335,19 @@ class ObjectStore:
         self, names: Sequence[str], version: Any, check: Callable[[], Any]
     ) -> Sequence[str]:
         """Delete by requests that expire when the claim does. Returns the names that are left."""
-        e_tag = None if version is ANYTHING else dict(version).get("e_tag")
-        for pause_s in (0.0, 0.5, 2.0):
+        has_condition = version is not ANYTHING and not self._contact.is_googles
+        e_tag = dict(version).get("e_tag") if has_condition else None
+        pauses_s = iter((0.0, 0.5, 2.0))
+        while True:
             until_s = check() if self._contact.can_sign else None
             if until_s is None:
                 return names
+            # Until then nobody else writes there: to look does for a condition.
+            if e_tag is None and not self._has_version(names[0], version):
+                return []
             try:
                 urls = sign_deletions(
-                    self._contact.client, [self._start + name for name in names], until_s
+                    self._contact.signer, [self._start + name for name in names], until_s
                 )
             except (BaseError, ValueError) as error:
                 self._contact.can_sign = False
@@ -336,6 +363,11 @@ class ObjectStore:
             names = [name for name in names if name not in gone]
             if not names:
                 return []
+            if gone:
+                continue  # To sign may take requests, and there was no time for the others.
+            pause_s = next(pauses_s, None)
+            if pause_s is None:
+                break
             if urls:  # Else the claim had not been renewed for some time, and has been now.
                 time.sleep(pause_s)
         log.warning(
@@ -363,8 +395,14 @@ class ObjectStore:
             if self._has_version(names[0], version):
                 obstore.delete(self._contact.client, [self._start + name for name in names])
 
-        with suppress(FileNotFoundError):  # Some stores say so, some don't.
-            self._retry("delete", names[0], delete)
+        while names:
+            try:
+                self._retry("delete", names[0], delete)
+                return
+            except FileNotFoundError:  # Some stores say so, and leave the others. Some don't.
+                above = os.path.commonpath(names) if len(names) > 1 else names[0]
+                there = {file.name for file in self.files(f"{above}/" if above else "")}
+                names = [name for name in names if name in there]
 
     def delete_link(self, name: str) -> None:
         raise StoreError(f"{self._path(name)} is no link")
@@ -544,12 +582,16 @@ class _ObjectReader:
 
 
 def _info(name: str, meta: Any) -> FileInfo:
-    version = {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
-    if "e_tag" in version:  # Azure's lists have it without quotes.
-        version["e_tag"] = f'"{version["e_tag"].strip(chr(34))}"'
+    """The version is the ETag alone, if there is one: lists know no more."""
     changed_s = meta["last_modified"].timestamp()
-    known = _identity(meta) or ""
-    return FileInfo(name, meta["size"], changed_s, tuple(sorted(version.items())), known)
+    known = _identity(meta)
+    version = _update(meta) if known is None else {"e_tag": f'"{known}"'}
+    return FileInfo(name, meta["size"], changed_s, tuple(version.items()), known or "")
+
+
+def _update(meta: Any) -> dict[str, str]:
+    """Return the mode of a put that replaces just what was seen."""
+    return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
 
 
 def _identity(meta: Any) -> str | None:
@@ -586,17 +628,24 @@ def is_gone(status: int) -> bool:
 def sign_deletions(bucket: Any, keys: Sequence[str], until_s: float) -> Sequence[str]:
     """Return URLs that delete keys until a time of the store's clock, or none after that time.
 
-    Raises what obstore does if it can't sign.
+    Fewer URLs than keys if to sign takes more than half of that time: on Google's machines it is a
+    request for each key. Raises what obstore does if it can't sign.
     """
-    while True:
-        now_s = time.time()
-        lifetime_s = int(until_s - now_s)
-        if lifetime_s < 1:
-            return []
-        # It begins now, by this machine's clock: wherever that is, `until_s` is the end.
-        urls = obstore.sign(bucket, "DELETE", list(keys), timedelta(seconds=lifetime_s))
-        if 0 <= time.time() - now_s < 1:  # Else the clock was set, or this process stood still.
-            return urls
+    stop_s = (time.time() + until_s) / 2
+
+    def sign(key: str) -> str:
+        while True:
+            now_s = time.time()
+            lifetime_s = int(until_s - now_s)
+            if lifetime_s < 1 or now_s > stop_s:
+                return ""
+            # It begins now, by this machine's clock: wherever that is, `until_s` is the end.
+            url: str = obstore.sign(bucket, "DELETE", key, timedelta(seconds=lifetime_s))
+            if 0 <= time.time() - now_s < 1:  # Else the clock was set, or this process stood still.
+                return url
+
+    urls = run_all(sign, keys, threads=_SENT_AT_ONCE, stop=StopSignal())
+    return list(takewhile(bool, urls))
 
 
 def send_deletions(urls: Sequence[str], e_tag: str | None) -> list[int]:
