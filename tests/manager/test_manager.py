@@ -33,7 +33,7 @@ from ostraka.errors import (
 )
 from ostraka.formats import open_source
 from ostraka.manager import steps as _steps
-from ostraka.manager.steps import RESERVED_KEY
+from ostraka.reading.metrics import RESERVED_KEY
 from ostraka.saving import place as _leftovers
 from ostraka.storage import _claim
 from places import Place, names_of, remove_tree
