@@ -37,9 +37,17 @@ class LeafLine:
 
     path: str
     cells: tuple[str, ...]
-    """Dtype, shape and sharding of an array. Type and text of a value."""
+    """Dtype, shape and sharding of an array. Type and text of a value. The path of a shared array.
+    """
     nbytes: int | None = None
     """The size of an array. None for a value, and for an array that is counted elsewhere."""
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Equal for leaves that may be one line: values of one type, and all shared arrays."""
+        if self.nbytes is not None:
+            return self.cells
+        return self.cells[:1] if len(self.cells) > 1 else ("=",)
 
 
 def array_line(path: str, leaf: LeafSpec, meshes: Sequence[MeshSpec]) -> LeafLine:
@@ -68,7 +76,7 @@ def draw_leaves(lines: Sequence[LeafLine]) -> Html:
     """A folded tree of leaves, in which repeated blocks are one line. Empty without leaves."""
     if not lines:
         return Html("")
-    root = fold_blocks([line.path for line in lines], [line.cells for line in lines])
+    root = fold_blocks([line.path for line in lines], [line.kind for line in lines])
     shown = _choose(root)
     inside = _draw_below(root, lines, shown)
     return html.fold(count_of(len(lines), "leaf"), *inside)
@@ -112,7 +120,10 @@ def _cells(block: Block, lines: Sequence[LeafLine]) -> tuple[str, ...]:
     """The cells of a leaf, or of several that are alike."""
     line = lines[block.leaves[0]]
     if line.nbytes is None:
-        return block.name, *line.cells
+        texts = {lines[number].cells[-1] for number in block.leaves}
+        noun = "value" if len(line.cells) > 1 else "shared array"
+        last = line.cells[-1] if len(texts) == 1 else count_of(len(block.leaves), noun)
+        return block.name, *line.cells[:-1], last
     times = f"{len(block.leaves)} × " if len(block.leaves) > 1 else ""
     return block.name, *line.cells, f"{times}{human_bytes(line.nbytes)}"
 
