@@ -71,7 +71,7 @@ def test_layers_are_one_block_whatever_their_values_and_shared_arrays(tmp_path: 
         layer |= {"tied": layer["kernel"], "rate": number / 10, "name": "mlp"}
     ostraka.save(tmp_path / "a", layers)
     shown = texts_in(ostraka.open(tmp_path / "a")._repr_html_())
-    assert shown[shown.index("0..2/") + 1] == "3 × 4 leaves, 96 B"
+    assert shown[shown.index("0..2") + 1] == "3 × 4 leaves, 96 B"
     assert {"3 shared arrays", "3 values", "'mlp'"} <= {*shown}
 
 
@@ -198,7 +198,7 @@ def test_a_tree_of_many_names_is_cut_with_the_number_of_leaves(tmp_path: Path):
     ostraka.save(tmp_path / "a", tree)
     page = ostraka.open(tmp_path / "a")._repr_html_()
     shown = texts_in(page)
-    assert {f"a{x}z/" for x in range(30)} <= {*shown}
+    assert {f"a{x}z" for x in range(30)} <= {*shown}
     assert shown.count("… and 30 leaves more, not shown here") > 10
     assert len(page) < 100_000
 

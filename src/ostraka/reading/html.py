@@ -107,7 +107,7 @@ def _draw_below(node: Block, lines: Sequence[LeafLine], shown: Mapping[int, int]
             parts.append(html.grid(rows, _COLUMNS))
             rows = []
         inside = _draw_below(child, lines, shown)
-        parts.append(html.fold(f"{child.name}/", *inside, note=_note(child, lines)))
+        parts.append(html.fold(child.name, *inside, note=_note(child, lines)))
     if rows:
         parts.append(html.grid(rows, _COLUMNS))
     left_out = sum(len(child.leaves) for child in node.children[len(drawn) :])
@@ -120,10 +120,10 @@ def _cells(block: Block, lines: Sequence[LeafLine]) -> tuple[str, ...]:
     """The cells of a leaf, or of several that are alike."""
     line = lines[block.leaves[0]]
     if line.nbytes is None:
-        texts = {lines[number].cells[-1] for number in block.leaves}
-        noun = "value" if len(line.cells) > 1 else "shared array"
-        last = line.cells[-1] if len(texts) == 1 else count_of(len(block.leaves), noun)
-        return block.name, *line.cells[:-1], last
+        *kind, shown = line.cells
+        if any(lines[number].cells[-1] != shown for number in block.leaves):
+            shown = count_of(len(block.leaves), "value" if kind else "shared array")
+        return block.name, *kind, shown
     times = f"{len(block.leaves)} × " if len(block.leaves) > 1 else ""
     return block.name, *line.cells, f"{times}{human_bytes(line.nbytes)}"
 

@@ -84,7 +84,9 @@ class CopyReport:
             "source": self.source,
             "copied": f"{count_of(self.copied, 'checkpoint')}, {html.size(self.bytes_copied)}",
             "already there": f"{count_of(self.skipped, 'checkpoint')}, "
-            f"{html.size(self.bytes_skipped)}",
+            f"{html.size(self.bytes_skipped)}"
+            if self.bytes_skipped
+            else None,
             "duration": f"{self.duration_s:.2f} s",
         }
         return html.frame("CopyReport", self.target, html.facts(entries))
