@@ -34,7 +34,7 @@ from ostraka.errors import (
 from ostraka.formats import open_source
 from ostraka.manager import steps as _steps
 from ostraka.manager._when import Schedule
-from ostraka.manager.steps import RESERVED_KEY
+from ostraka.reading.metrics import RESERVED_KEY
 from ostraka.storage import claimed, open_store
 from places import names_of, remove_tree
 from runs import damage, fill, tree_of

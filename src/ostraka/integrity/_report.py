@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from ostraka.common import html
 from ostraka.common.units import human_bytes
 from ostraka.errors import Problem, count_of, name_few
 from ostraka.layout.file_names import ADDED_NAME, PIN_NAME
@@ -100,6 +101,38 @@ class VerifyReport:
         size = f"{arrays} in {files}, {self.bytes_read:,} bytes"
         state = self._in_brief() if self.problems else self._intact()
         return f"{self.path}: {state} ({size}, {self.duration_s:.2f} s)"
+
+    def _repr_html_(self) -> str:
+        if self.steps:
+            damaged = sum(not step.ok for step in self.steps)
+            rows = [
+                (step.path, step._in_brief() if step.problems else step._intact())
+                for step in self.steps
+            ]
+            return html.frame(
+                "VerifyReport",
+                self.path,
+                html.facts({"steps": f"{len(rows):,}", "damaged": f"{damaged:,}"}),
+                html.table(count_of(len(rows), "step"), ("step", "result"), rows),
+                html.sentences("problem", [p.explain() for p in self.problems], is_open=True),
+            )
+        entries = {
+            "result": self._in_brief() if self.problems else self._intact(),
+            "arrays": f"{self.leaves:,}",
+            "shard files": f"{self.files:,}",
+            "read": html.size(self.bytes_read),
+            "duration": f"{self.duration_s:.2f} s",
+        }
+        lost = [(leaf, f"{share:.1%}") for leaf, share in self.damaged_leaves.items()]
+        return html.frame(
+            "VerifyReport",
+            self.path,
+            html.facts(entries),
+            html.sentences("problem", [p.explain() for p in self.problems], is_open=True),
+            html.table(f"damaged: {count_of(len(lost), 'leaf')}", ("leaf", "lost"), lost),
+            html.sentences("note", [str(note) for note in self.notes]),
+            html.sentences("unchecked file", self.unchecked),
+        )
 
     def _intact(self) -> str:
         if not self.has_digests:
@@ -228,6 +261,12 @@ class RepairReport:
         return not self.problems
 
     def __str__(self) -> str:
+        read, written = human_bytes(self.bytes_read), human_bytes(self.bytes_written)
+        sizes = f"({read} read, {written} written, {self.duration_s:.2f} s)"
+        head = f"{self.path}: {self._in_brief()} {sizes}"
+        return "\n".join([head, *(f"  {line}" for line in self.lines())])
+
+    def _in_brief(self) -> str:
         if not self.mended and self.ok:
             done = "nothing to mend"
         else:
@@ -235,9 +274,23 @@ class RepairReport:
             done = f"{count_of(len(self.mended), 'file')} {verb}"
         if self.problems:
             done += f", {count_of(len(self.problems), 'problem')} left"
-        read, written = human_bytes(self.bytes_read), human_bytes(self.bytes_written)
-        head = f"{self.path}: {done} ({read} read, {written} written, {self.duration_s:.2f} s)"
-        return "\n".join([head, *(f"  {line}" for line in self.lines())])
+        return done
+
+    def _repr_html_(self) -> str:
+        entries = {
+            "result": self._in_brief(),
+            "read": html.size(self.bytes_read),
+            "written": html.size(self.bytes_written),
+            "duration": f"{self.duration_s:.2f} s",
+        }
+        return html.frame(
+            "RepairReport",
+            self.path,
+            html.facts(entries),
+            html.sentences("problem", [p.explain() for p in self.problems], is_open=True),
+            html.sentences("repaired file", [str(file) for file in self.mended]),
+            html.sentences("note", self.notes),
+        )
 
     def lines(self) -> list[str]:
         """One line for each file, problem and note."""

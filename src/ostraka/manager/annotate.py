@@ -9,8 +9,9 @@ from typing import Any
 from ostraka.errors import CheckpointNotFound, PathInTheWay
 from ostraka.formats.ostraka.source import open_ostraka
 from ostraka.layout.file_names import ADDED_NAME, PIN_NAME
-from ostraka.manager.steps import metrics_as_json, read_added
+from ostraka.manager.steps import metrics_as_json
 from ostraka.reading.locate import locate
+from ostraka.reading.metrics import read_added
 from ostraka.storage import PathLike, claimed
 
 

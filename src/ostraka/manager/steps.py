@@ -8,7 +8,6 @@ touched, except for files of interrupted saves and deletions in directories that
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -48,16 +47,11 @@ from ostraka.layout.file_names import (
     steps_among,
 )
 from ostraka.manager.leases import remove_expired_leases
+from ostraka.reading.metrics import NO_METRICS, RESERVED_KEY, metrics_in, read_added
 from ostraka.saving.place import collect_garbage, find_leftovers, may_have_lost_metadata
 from ostraka.storage import PathLike, Store, open_store, refuse_claimed
 
 # Metrics of a step, which are stored in the user metadata of its checkpoint.
-
-RESERVED_KEY = "ostraka.manager"
-"""The key in a checkpoint's metadata under which the manager stores its own data."""
-
-NO_METRICS: Mapping[str, float] = MappingProxyType({})
-_MOST_ADDED_BYTES = 1 << 20
 
 
 def with_metrics(
@@ -79,38 +73,9 @@ def with_metrics(
     return {**user, RESERVED_KEY: {"step": step, "metrics": metrics_as_json(metrics or {})}}
 
 
-def metrics_in(user: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the metrics in a checkpoint's metadata, without values that are not numbers."""
-    own: Any = user.get(RESERVED_KEY)
-    metrics: Any = own.get("metrics") if isinstance(own, dict) else None
-    if not isinstance(metrics, dict):
-        return NO_METRICS
-    found: dict[str, float] = {}
-    for name, value in metrics.items():
-        with suppress(TypeError, ValueError, OverflowError):
-            found[name] = float(value)
-    return MappingProxyType(found)
-
-
 def metrics_as_json(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     """Return metrics as JSON. Raises TypeError or ValueError for one that is not a number."""
     return {name: _encode_metric(name, value) for name, value in metrics.items()}
-
-
-def read_added(place: Store, save_id: str | None) -> Mapping[str, float]:
-    """Return the metrics that were added to a checkpoint after its commit.
-
-    A step that was saved again has another id, and the metrics of its predecessor do not count.
-    """
-    try:
-        document = json.loads(place.get(ADDED_NAME, _MOST_ADDED_BYTES))
-    except FileNotFoundError:
-        return NO_METRICS
-    except (ValueError, RecursionError) as error:
-        raise Damaged(place.location, [Problem(ADDED_NAME, f"it is no JSON: {error}")]) from error
-    if not isinstance(document, dict) or document.get("save") != save_id:
-        return NO_METRICS
-    return metrics_in({RESERVED_KEY: document})
 
 
 def _encode_metric(name: Any, value: Any) -> float | str:

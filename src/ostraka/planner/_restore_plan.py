@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from ostraka.common import html
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import paused_gc
 from ostraka.common.units import bytes_per_second, human_bytes
@@ -82,7 +83,7 @@ class ReadAccount:
 class RestorePlan:
     """The bytes, ranges and requests of a restore, before it runs.
 
-    `Plan.restore` returns one.
+    `Plan.restore` returns one. A notebook shows its numbers.
     """
 
     mesh: MeshSpec | None
@@ -164,6 +165,29 @@ class RestorePlan:
         where = "" if self.mesh is None else f" onto {self.mesh},"
         hosts, most = count_of(self.process_count, "process"), human_bytes(self.read_bytes.most)
         return f"<RestorePlan{where} {hosts}, each reads at most {most}>"
+
+    def _repr_html_(self) -> str:
+        worked_out = f", {len(self.processes):,} of them worked out" if self.is_sampled else ""
+        entries = {
+            "mesh": "as saved" if self.mesh is None else str(self.mesh),
+            "processes": f"{self.process_count:,}{worked_out}",
+            "needed by a process": html.size(self.needed_bytes.most),
+            "read by a process": html.size(self.read_bytes.most),
+            "over-read": f"{self.over_read:.2%}",
+            "reads of a process": f"{self.ranges.most:,} in {count_of(self.files.most, 'file')}",
+            "requests of a process": f"{self.requests.most:,} in a bucket",
+            "metadata and indexes": html.size(max(self.opening_bytes, default=0)),
+        }
+        rows = [
+            (
+                *(f"{p.process}", human_bytes(p.needed_bytes), human_bytes(p.read_bytes)),
+                *(f"{p.ranges:,}", f"{p.files:,}", f"{p.requests:,}"),
+            )
+            for p in self.processes
+        ]
+        head = ("process", "needed", "read", "reads", "files", "requests")
+        processes = html.table(count_of(len(rows), "process"), head, rows)
+        return html.frame("RestorePlan", "", html.facts(entries), processes)
 
 
 @paused_gc()

@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import prod
@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from ostraka._version import __version__
+from ostraka.common import html
 from ostraka.common.dtypes import DTYPES, is_floating
 from ostraka.common.record import Stopwatch, summarize, timeline
 from ostraka.common.threads import paused_gc
@@ -54,6 +55,7 @@ from ostraka.planner import time as _time
 from ostraka.planner._restore_plan import RestorePlan, Spread, plan_restore, spread_of
 from ostraka.planner.state import SAMPLED_PROCESSES, PlanOptions, State
 from ostraka.planner.time import Bandwidths, Times, work_out_times
+from ostraka.reading.html import array_line, draw_leaves
 from ostraka.sharding.findings import Finding
 from ostraka.storage import USUAL_WRITERS
 from ostraka.storage.requests import COMMIT_REQUESTS, JOIN_REQUESTS, upload_requests
@@ -187,7 +189,7 @@ class Plan:
     """The files of a checkpoint, to the byte, before it is written.
 
     `ostraka.plan` returns one. Sizes are in bytes, and those without compression, unless a name
-    says otherwise.
+    says otherwise. A notebook shows the numbers and the planned arrays.
 
     Example:
         >>> planned = ostraka.plan("llama-3.1-8b", mesh={"data": 64}, optimizer="adamw")
@@ -225,6 +227,47 @@ class Plan:
             f"<Plan: {human_bytes(self.total_bytes)} in {files:,} files, "
             f"{self.arrays:,} arrays ({names}), {count_of(self.process_count, 'process')}>"
         )
+
+    def _repr_html_(self) -> str:
+        largest, spread = self.largest_file, self.process_spread
+        meshes = dict.fromkeys(str(mesh) for mesh in self.meshes)
+        entries = {
+            "mesh": "; ".join(meshes),
+            "devices": f"{self.device_count:,} on {count_of(self.process_count, 'host')}",
+            "parameters": None if self.parameters is None else f"{self.parameters:,}",
+            "arrays": f"{self.arrays:,}, {html.size(self.data_bytes)}",
+            "files": f"{len(self.files) + self.metadata_files:,}, {html.size(self.total_bytes)}",
+            "compressed": self.compressed and html.size(self.compressed.total_bytes),
+            "parity": self.parity and html.size(self.parity.total_bytes),
+            "largest file": largest and f"{largest.name}, {html.size(largest.size)}",
+            "a host writes": f"{human_bytes(spread.least)} to {human_bytes(spread.most)}",
+            "staging memory": f"{human_bytes(self.staging_bytes())} on a host, with accelerators",
+        }
+        groups = [
+            (name, ", ".join(sizes), human_bytes(sum(sizes.values())))
+            for name, sizes in self.bytes_by_group.items()
+        ]
+        specs = (leaf.spec for leaf in self._write.leaves)
+        return html.frame(
+            "Plan",
+            "",
+            html.facts(entries),
+            html.sentences("finding", [str(finding) for finding in self.findings], is_open=True),
+            html.table(count_of(len(groups), "group"), ("group", "dtypes", "size"), groups),
+            draw_leaves([array_line(spec.path, spec, self.meshes) for spec in specs]),
+            html.table("if something is lost", ("lost", "costs"), list(self._losses())),
+        )
+
+    def _losses(self) -> Iterator[tuple[str, str]]:
+        """Each thing that may be lost, and its cost, for people."""
+        shard, process, disk = self.lost_shard(), self.lost_process(), self.lost_disk()
+        if shard is not None:
+            size, elsewhere = human_bytes(shard.size_bytes), human_bytes(shard.held_elsewhere_bytes)
+            yield "the largest shard file", f"{size} to write, {elsewhere} held elsewhere"
+        held, sole = human_bytes(process.held_bytes), human_bytes(process.sole_bytes)
+        yield "a host", f"{held} to restore, {sole} held by it alone"
+        size, elsewhere = human_bytes(disk.written_bytes), human_bytes(disk.held_elsewhere_bytes)
+        yield "the disk of a host", f"{size} to write, {elsewhere} held elsewhere"
 
     @property
     def files(self) -> dict[str, int]:

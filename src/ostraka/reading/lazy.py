@@ -15,6 +15,7 @@ from ostraka.formats.source import Source
 from ostraka.layout.box import Box
 from ostraka.layout.spec import LeafSpec, MeshSpec, Target, show_partition
 from ostraka.reading.groups import PARAMETERS, groups_of
+from ostraka.reading.html import draw_array, draw_checkpoint
 from ostraka.reading.locate import open_at, unless_replaced
 from ostraka.reading.names.given import NamesLike
 from ostraka.storage import PathLike
@@ -28,7 +29,7 @@ class LazyArray:
     """An array of a checkpoint. Indexing it reads and verifies just the elements you ask for.
 
     `ostraka.open(path)["model/kernel"]` returns one. It also converts to numpy (`np.asarray`) and
-    exports DLPack, which read the whole array.
+    exports DLPack, which read the whole array. A notebook shows its sharding and its files.
 
     Raises:
         Damaged: The bytes differ from those that were saved.
@@ -99,6 +100,9 @@ class LazyArray:
         sharded = f", {show_partition(self.spec)} on {self.mesh}" if self.mesh else ""
         return f"<LazyArray {self.path!r} {self._leaf.dtype}[{shape}]{sharded}>"
 
+    def _repr_html_(self) -> str:
+        return draw_array(self, self._source, self._number)
+
 
 class Checkpoint(Mapping[str, Any]):
     """The leaves of a checkpoint by path: arrays as LazyArray, other values unchanged.
@@ -109,6 +113,8 @@ class Checkpoint(Mapping[str, Any]):
     A name above leaves returns those below it, by the rest of their paths, as a Checkpoint again.
     Iterating goes over the leaves. All reads belong to one save: once its files have been replaced,
     arrays raise Busy, and you must open the checkpoint again.
+
+    A notebook shows the checkpoint as a folded tree, without reading any array.
 
     Raises:
         KeyError: There is no leaf with this path. The message names the nearest one.
@@ -215,6 +221,9 @@ class Checkpoint(Mapping[str, Any]):
     def __repr__(self) -> str:
         part = f" {self.within!r}" if self.within else ""
         return f"<Checkpoint {self.path}{part}: {len(self)} leaves, {self.nbytes:,} bytes>"
+
+    def _repr_html_(self) -> str:
+        return draw_checkpoint(self, self._source, self._leaves)
 
     def _numbers(self) -> set[int]:
         """The numbers of its arrays."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from ostraka.common import html
 from ostraka.common.progress import Count, OnBytes, shown
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.common.units import human_bytes
@@ -77,6 +78,18 @@ class CopyReport:
             were = f"{count_of(self.skipped, 'checkpoint')}, " if self.skipped else ""
             text += f"; already there: {were}{human_bytes(self.bytes_skipped)}"
         return f"{self.source} to {self.target}: {text} ({self.duration_s:.2f} s)"
+
+    def _repr_html_(self) -> str:
+        entries = {
+            "source": self.source,
+            "copied": f"{count_of(self.copied, 'checkpoint')}, {html.size(self.bytes_copied)}",
+            "already there": f"{count_of(self.skipped, 'checkpoint')}, "
+            f"{html.size(self.bytes_skipped)}"
+            if self.bytes_skipped
+            else None,
+            "duration": f"{self.duration_s:.2f} s",
+        }
+        return html.frame("CopyReport", self.target, html.facts(entries))
 
 
 def copy(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ostraka.common import html
 from ostraka.common.dtypes import is_inexact, numpy_dtype
 from ostraka.common.progress import Count, OnBytes
 from ostraka.common.units import human_bytes
@@ -141,6 +142,20 @@ class MergeReport:
         ]
         size = f"{human_bytes(self.nbytes)}, {self.duration_s:.2f} s"
         return f"{self.target}: {', '.join(parts)} ({size})"
+
+    def _repr_html_(self) -> str:
+        entries = {
+            "averaged": count_of(self.averaged, "array") if self.averaged else None,
+            "adapted": count_of(self.adapted, "array") if self.adapted else None,
+            "size": html.size(self.nbytes),
+            "duration": f"{self.duration_s:.2f} s",
+        }
+        weights = [f"{weight:g}" for weight in self.weights] or [""] * len(self.sources)
+        unchanged = [count_of(number, "array") if number else "" for number in self.taken]
+        rows = list(zip(self.sources, weights, unchanged, strict=True))
+        head = ("source", "weight", "unchanged")
+        sources = html.table(count_of(len(rows), "source"), head, rows)
+        return html.frame("MergeReport", self.target, html.facts(entries), sources)
 
 
 def merge(

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import xxhash
 
 from ostraka._version import __version__
+from ostraka.common import html
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.progress import Count, OnBytes, shown
 from ostraka.common.record import logger
@@ -83,6 +84,23 @@ class ConvertReport:
             f"{human_bytes(self.nbytes)}{kept} ({self.duration_s:.2f} s)"
         )
         return "\n".join([done, *(f"note: {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        entries = {
+            "source": self.source,
+            "format": self.to,
+            "arrays": f"{self.arrays:,}",
+            "size": html.size(self.nbytes),
+            "already there": html.size(self.bytes_kept) if self.bytes_kept else None,
+            "duration": f"{self.duration_s:.2f} s",
+        }
+        return html.frame(
+            "ConvertReport",
+            self.target,
+            html.facts(entries),
+            html.sentences("note", self.notes),
+            html.sentences("omitted path", self.left_out),
+        )
 
 
 def convert(
