@@ -1,9 +1,10 @@
-"""The menu of the manual has every page, and its reference every public name.
+"""The menu of the manual has every page, its reference every public name, its diagrams are drawn.
 
 `make docs` checks the site itself.
 """
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -55,3 +56,9 @@ def test_the_reference_has_every_public_name():
         if not isinstance(getattr(ostraka, name.partition(".")[2], None), ModuleType)
     }
     assert sorted(shown) == sorted(wanted - {"ostraka.__version__"})
+
+
+def test_the_diagrams_are_those_of_the_script():
+    folder = ROOT / "docs/images"
+    for name, draw in runpy.run_path(str(folder / "diagrams.py"))["PICTURES"].items():
+        assert (folder / f"{name}.svg").read_text("utf-8") == draw(), f"run {folder}/diagrams.py"
