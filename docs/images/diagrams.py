@@ -92,11 +92,10 @@ class Drawing:
 
     def svg(self) -> str:
         """Return the picture."""
-        size = f'width="{WIDTH}" height="{self._height:g}"'
+        size = f'width="{WIDTH}" height="{self._height:g}" viewBox="0 0 {WIDTH} {self._height:g}"'
         ground = f'width="{WIDTH - 1}" height="{self._height - 1:g}"'
         lines = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
-            f'viewBox="0 0 {WIDTH} {self._height:g}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
             f"<title>{escape(self._title)}</title>",
             f"<style>{STYLE}</style>",
             f'<rect x="0.5" y="0.5" {ground} rx="8" class="ground"/>',
