@@ -23,7 +23,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from html.parser import HTMLParser
@@ -262,7 +262,7 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def _serve(folder: Path) -> Iterator[str]:
+def _serve(folder: Path) -> Generator[str]:
     handler = partial(_QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -273,12 +273,15 @@ def _serve(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _start_browser() -> Iterator[Browser]:
+def _start_browser() -> Generator[Browser]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        driver = subprocess.Popen(["chromedriver", f"--port={port}"], **quiet)
+        driver = subprocess.Popen(
+            ["chromedriver", f"--port={port}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             _wait_for(port)
             browser = Browser(f"http://127.0.0.1:{port}", Path(profile))
