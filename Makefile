@@ -111,7 +111,7 @@ bench: $(FULL) torch ## compare with Orbax and PyTorch (BENCH_ARGS=...)
 
 # The tools of the site read the package without importing it: no JAX, and an environment of their own.
 docs: $(DOCS_READY) ## the manual as a site in site/, checked in the files and in a browser
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
 	@$(DOCS_BIN)/python docs/_site/check.py $(DOCS_ARGS) site
 	@echo "To read it: python3 -m http.server --bind 127.0.0.1 --directory site"
 
