@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import ostraka
-from ostraka import errors, exercises, sharding, testing
+from ostraka import errors, exercises, manager, sharding, storage, testing
 
 ROOT = Path(__file__).parents[2]
 START = "index.md"
@@ -41,10 +41,16 @@ def test_the_menu_has_every_page_once_and_no_other():
     assert pages <= set(listed)
 
 
+FOR_STORES = ("FileInfo", "FileReader", "FileWriter", "MemoryStore", "PlaceLock", "Store", "Traits")
+"""The names that a store of a user's own needs."""
+
+
 def public_names() -> Iterator[str]:
     yield from (f"ostraka.{name}" for name in ostraka.__all__)
     for module in (errors, exercises, sharding, testing):
         yield from (f"{module.__name__}.{name}" for name in module.__all__)
+    yield from (f"ostraka.storage.{name}" for name in FOR_STORES if hasattr(storage, name))
+    yield from (f"ostraka.manager.{name}" for name in {*manager.__all__} - {*ostraka.__all__})
 
 
 def test_the_reference_has_every_public_name():
