@@ -6,6 +6,7 @@ SHAKE_ARGS ?=
 WORLD_ARGS ?=
 STORE ?= moto
 SLURM_ARGS ?=
+DOCS_ARGS ?=
 TORCH := torch==2.13.0
 AZURITE := azurite@3.37.0
 
@@ -19,6 +20,8 @@ WORLD_BIN := .venv-world/bin
 WORLD_READY := .venv-world/.installed
 NEWEST_BIN := .venv-world-newest/bin
 NEWEST_PYTHON ?= $(PYTHON)
+DOCS_BIN := .venv-docs/bin
+DOCS_READY := .venv-docs/.installed
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 # The node that came with pip is used, and pyright does not go looking for newer versions of itself.
@@ -27,7 +30,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick buckets check format bench torch azurite soak shake world newest slurm clean
+.PHONY: help venv demo test quick buckets check format bench docs torch azurite soak shake world newest slurm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +111,19 @@ format: $(FULL) ## format the code and sort its imports
 bench: $(FULL) torch ## compare with Orbax and PyTorch (BENCH_ARGS=...)
 	@$(BIN)/python -m bench $(BENCH_ARGS)
 
+# The tools of the site read the package without importing it: no JAX, and an environment of their own.
+docs: $(DOCS_READY) ## the manual as a site in site/, checked in the files and in a browser
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
+	@$(DOCS_BIN)/python docs/_site/check.py $(DOCS_ARGS) site
+	@echo "To read it: python3 -m http.server --bind 127.0.0.1 --directory site"
+
+$(DOCS_READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv-docs (the tools of the manual's site)"
+	@test -x $(DOCS_BIN)/python || $(PYTHON) -m venv .venv-docs
+	@$(DOCS_BIN)/python $(PIP_INSTALL) $$($(DOCS_BIN)/python -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@touch $@
+
 # PyTorch lives in an environment of its own, with transformers. Without it the benchmark still runs,
 # and says so; without transformers its tests are skipped, and say so.
 torch:
@@ -132,5 +148,5 @@ slurm: $(FULL) ## examples/slurm on a real Slurm of one node; needs slurm-wlm an
 	@$(BIN)/python tests/slurm/drive.py $(SLURM_ARGS)
 
 clean: ## remove caches, builds and scratch (environments stay)
-	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis bench/scratch
+	@rm -rf build dist site .pytest_cache .ruff_cache .hypothesis bench/scratch
 	@find src tests bench examples world -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

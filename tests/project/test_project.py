@@ -31,7 +31,12 @@ def names_of(requirements: list[str]) -> list[str]:
     return [IMPORTED_AS.get(name, name) for name in names if name != "ostraka"]
 
 
-@pytest.mark.parametrize("extra", ["", *sorted(PROJECT["optional-dependencies"].keys() - {"dev"})])
+FOR_DEVELOPERS = {"dev", "docs"}
+
+
+@pytest.mark.parametrize(
+    "extra", ["", *sorted(PROJECT["optional-dependencies"].keys() - FOR_DEVELOPERS)]
+)
 def test_what_is_installed_is_imported(extra: str):
     wanted = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
     assert set(names_of(wanted)) <= set(imported_names())

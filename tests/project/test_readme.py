@@ -304,20 +304,6 @@ def test_the_readme_is_short():
     assert len(prose.split()) <= 400
 
 
-def test_every_page_is_reached_by_links_from_the_readme():
-    reached = {"README.md"}
-    to_read = ["README.md"]
-    while to_read:
-        page = ROOT / to_read.pop()
-        for target in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text("utf-8")):
-            linked = (page.parent / target).resolve()
-            name = linked.relative_to(ROOT).as_posix() if linked.is_relative_to(ROOT) else ""
-            if name in PAGES and name not in reached:
-                reached.add(name)
-                to_read.append(name)
-    assert reached == set(PAGES)
-
-
 def anchors_of(text: str) -> set[str]:
     """The anchors that the headings of a page get."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
