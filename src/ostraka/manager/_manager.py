@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, SupportsIndex, Unpack, overload
 import jax
 from jax.sharding import Mesh
 
+from ostraka.common import keywords
 from ostraka.common.keywords import answering
 from ostraka.common.record import OnRecord, Record, Stopwatch
 from ostraka.common.record import logger as log
@@ -22,7 +23,6 @@ from ostraka.layout.codec import CompressRule, check_compress
 from ostraka.layout.file_names import name_of
 from ostraka.layout.plan_parity import check_parity
 from ostraka.layout.plan_write import MAX_FILE_BYTES
-from ostraka.manager import _keywords
 from ostraka.manager._advice import Advice, CostMeter
 from ostraka.manager._arguments import (
     check_count,
@@ -117,7 +117,7 @@ class Manager:
         ...         manager.save(step, state, metrics={"loss": loss})
     """
 
-    @answering(_keywords.MANAGER)
+    @answering(keywords.MANAGER)
     def __init__(
         self,
         root: PathLike,
@@ -239,7 +239,7 @@ class Manager:
         """
         return self._preemption is not None and self._preemption.reached(check_step(step))
 
-    @answering(_keywords.SAVE)
+    @answering(keywords.MANAGER_SAVE)
     def save(
         self,
         step: SupportsIndex,
@@ -428,7 +428,7 @@ class Manager:
         **options: Unpack[RestoreOptions],
     ) -> Any: ...
 
-    @answering(_keywords.RESTORE)
+    @answering(keywords.MANAGER_RESTORE)
     def restore(
         self,
         step: SupportsIndex | None = None,

@@ -14,6 +14,7 @@ import jax
 from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
+from ostraka.common import keywords
 from ostraka.common import progress as progress_of
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.keywords import answering
@@ -53,16 +54,6 @@ Tree = TypeVar("Tree")
 """The type of a template. The restored tree has the same."""
 
 _NOT_GIVEN: Any = object()
-_REMEDIES = {
-    "abstract_pytree": "pass the template as like=",
-    "args": "pass the template as like=, or into= to restore in place",
-    "item": "pass the template as like=, or into= to restore in place",
-    "partial_restore": "pass only= with the leaves to restore, or strict=False",
-    "restore_args": "pass like= with shardings and dtypes, or mesh=, specs= and dtype=",
-    "target": "pass the template as like=, or into= to restore in place",
-    "transforms": "pass rename= for leaves that have moved, only= and strict=False for the others",
-}
-"""Keywords of Orbax, and what to do instead."""
 _IN_PART = "what was given as into= may have been changed in part"
 
 
@@ -94,7 +85,7 @@ def restore(path: PathLike, *, into: Tree, **options: Unpack[RestoreOptions]) ->
 def restore(path: PathLike, **options: Unpack[RestoreOptions]) -> Any: ...
 
 
-@answering(_REMEDIES)
+@answering(keywords.RESTORE)
 def restore(
     path: PathLike,
     like: Any = _NOT_GIVEN,

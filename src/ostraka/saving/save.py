@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import jax
 
+from ostraka.common import keywords
 from ostraka.common.keywords import answering
 from ostraka.common.progress import Count, shown
 from ostraka.common.record import OnRecord, Record, Stopwatch, call_safely, report
@@ -42,15 +43,6 @@ from ostraka.storage import PathLike, open_store, refuse_swapped
 _SOURCE_ERRORS = (Damaged, SourceChanged)
 """Errors of the checkpoints that a conversion or a merge reads, not of the save."""
 _NO_HOOKS = SaveHooks()
-_REMEDIES = {
-    "args": "pass the tree: save(path, tree)",
-    "custom_metadata": "Ostraka calls it metadata=",
-    "force": "leave it out, a save replaces the checkpoint at its path",
-    "item": "pass the tree: save(path, tree)",
-    "overwrite": "leave it out, a save replaces the checkpoint at its path",
-    "save_args": "pass dtype= to cast leaves, by path if you like",
-}
-"""Keywords of Orbax, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +60,7 @@ class SaveOptions:
     """By number, the grid of a leaf on no mesh."""
 
 
-@answering(_REMEDIES)
+@answering(keywords.SAVE)
 def save(
     path: PathLike,
     tree: Any,
@@ -130,7 +122,7 @@ def save(
         run_save(path, partial(capture, tree), options, hooks)
 
 
-@answering(_REMEDIES)
+@answering(keywords.SAVE)
 def save_async(
     path: PathLike,
     tree: Any,
