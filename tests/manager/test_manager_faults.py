@@ -48,7 +48,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"every": 2.5}, TypeError, f"every {ODD} 2.5"),
     ({"every": math.inf}, TypeError, f"every {ODD} inf"),
     ({"keep_every": 1.5}, TypeError, f"keep_every {ODD} 1.5"),
-    ({"keep_best": "acc"}, TypeError, r"keep_best must be a Best, such as Best\('acc'.*not 'acc'"),
+    ({"keep_best": "score"}, ValueError, r"keep_best is 'score', which does not say whether low or"),
     ({"keep_best": ["loss"]}, TypeError, r"a Best, such as Best\('loss'.*, not \['loss'\]"),
     ({"keep_if": 3}, TypeError, "keep_if must be a function, not 3"),
     ({"when": 5}, TypeError, "when must be a function, not 5"),

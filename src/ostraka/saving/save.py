@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -116,8 +116,10 @@ def save(
     """
     refuse_swapped("save(path, tree)", path, tree)
     options = SaveOptions(dtype, compress, parity, metadata, max_file_bytes)
-    is_shown = progress and jax.process_index() == 0
-    with shown(f"save {path}", progress) if is_shown else nullcontext() as on_bytes:
+    if not progress:
+        run_save(path, partial(capture, tree), options, SaveHooks(on_record=on_record))
+        return
+    with shown(f"save {path}", progress and jax.process_index() == 0) as on_bytes:
         hooks = SaveHooks(on_record=on_record, on_bytes=on_bytes)
         run_save(path, partial(capture, tree), options, hooks)
 

@@ -286,7 +286,8 @@ class LocalStore:
         Without a handle it is called by its whole path. There is always a handle `to_write`, since
         the directory has to be synced then. With `make` a directory below the place is made.
         """
-        self._refuse_outside(name)
+        if ".." in name or name[:1] == "/":
+            self._refuse_outside(name)
         directory, _, leaf = name.rpartition("/")
         place = _file.BY_PATH if self._lock is None else self._lock.directory
         if not directory:
