@@ -48,7 +48,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"every": 2.5}, TypeError, f"every {ODD} 2.5"),
     ({"every": math.inf}, TypeError, f"every {ODD} inf"),
     ({"keep_every": 1.5}, TypeError, f"keep_every {ODD} 1.5"),
-    ({"keep_best": "score"}, ValueError, r"keep_best is 'score', which does not say whether low or"),
+    ({"keep_best": "score"}, ValueError, r"keep_best is 'score', which does not say whether low"),
     ({"keep_best": ["loss"]}, TypeError, r"a Best, such as Best\('loss'.*, not \['loss'\]"),
     ({"keep_if": 3}, TypeError, "keep_if must be a function, not 3"),
     ({"when": 5}, TypeError, "when must be a function, not 5"),
@@ -100,7 +100,7 @@ WRONG_CALLS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda _: Best("loss", n=1.5), TypeError, f"n of Best {ODD} 1.5"),  # type: ignore[arg-type]
     (lambda _: Best("loss", n=None), TypeError, f"n of Best {ODD} None"),  # type: ignore[arg-type]
     (lambda _: Best(3), TypeError, "the metric of Best must be a name, not 3"),  # type: ignore[arg-type]
-    *((lambda m, by=by: m.best(by), TypeError, BEST) for by in ("loss", ("loss", "min"), Best)),
+    *((lambda m, by=by: m.best(by), TypeError, BEST) for by in (3, ("loss", "min"), Best)),
     (saves(-1), ValueError, "a step must be 0 or more, not -1"),
     (saves(1 << 63), ValueError, r"a step must be less than 2\*\*63"),
     (saves(True), TypeError, f"a step {ODD} True"),

@@ -348,11 +348,11 @@ class Manager:
         """
         return self._places.latest()
 
-    def best(self, by: Best | None = None) -> int | None:
+    def best(self, by: Best | str | None = None) -> int | None:
         """Return the best step by a metric.
 
         Args:
-            by: The metric, and what is good. Default: `keep_best` of the manager.
+            by: The metric, and what is good, as for `keep_best`. Default: that of the manager.
 
         Returns:
             The number of the step, the same on all processes. None if no step has that metric.
