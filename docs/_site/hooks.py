@@ -11,7 +11,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File
 
@@ -31,13 +31,6 @@ FILE_OF = {page: file for file, page in PAGE_OF.items()}
 PICTURES = (".png", ".svg")
 FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r'(\]\(|src=")([^)"\s]+)')
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out the pages that nobody has written yet."""
-    assert config.nav is not None
-    config.nav = _existing(config.nav)
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -79,19 +72,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(
         text if is_code else LINK.sub(point, text) for is_code, text in _split_code(markdown)
     )
-
-
-def _existing(nav: list[Any]) -> list[Any]:
-    kept: list[Any] = []
-    for entry in nav:
-        ((title, target),) = entry.items()
-        if isinstance(target, list):
-            pages = _existing(target)
-            if pages:
-                kept.append({title: pages})
-        elif target in FILE_OF or (ROOT / "docs" / target).exists():
-            kept.append(entry)
-    return kept
 
 
 def _outside_targets() -> set[str]:
