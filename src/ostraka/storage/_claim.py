@@ -182,7 +182,8 @@ class Claim:
     def _mark(self, *, wait: bool) -> None:
         scope = NO_SCOPE if self._lock is None else self._lock.scope
         self._marker.name = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
-        self._put_marker()
+        self._touched_s = time.monotonic()
+        self._marker.put()
         names = self._store.list()
         if names == [self._marker.name]:
             return
@@ -193,7 +194,8 @@ class Claim:
                 break
             self._marker.remove()
             time.sleep(random.uniform(0, pause_s))
-            self._put_marker()
+            self._touched_s = time.monotonic()
+            self._marker.put()
             names = self._store.list()
         if self._has_others(names):
             self._remove_dead(wait=wait)
@@ -205,10 +207,6 @@ class Claim:
             # an earlier owner can neither commit nor delete.
             self._store.delete(name)
         self.names = [name for name in self.names if name not in fences]
-
-    def _put_marker(self) -> None:
-        self._touched_s = time.monotonic()
-        self._marker.put()
 
     def _has_rival(self) -> bool:
         """Return True if another may have begun just now."""
@@ -227,8 +225,14 @@ class Claim:
 
         Returns until when nobody can take it, by the clock of a bucket. None elsewhere.
         """
+        now_s = time.monotonic()
         try:
-            renewed_s = self._renew()
+            if now_s - self._touched_s < self._store.traits.touch_every_s:
+                renewed_s = self._look_at_marker()
+            else:
+                # To look is not enough: a network file system may answer from what it remembers.
+                renewed_s = self._store.touch(self._marker.name, create=False, note=_note[0])
+                self._touched_s = now_s
         except FileNotFoundError as error:
             raise Busy(
                 f"another save to {self._store.location} took this one for dead, since it had "
@@ -236,20 +240,12 @@ class Claim:
             ) from error
         return None if renewed_s is None else renewed_s + DEAD_AFTER_S * 2 / 3
 
-    def _renew(self) -> float | None:
-        """Renew the marker. Returns the time that it had, in a bucket.
-
-        If the store does not want it to be changed again so soon, this looks at it instead.
-        """
-        now_s = time.monotonic()
-        if now_s - self._touched_s < self._store.traits.touch_every_s:
-            there = self._store.look(self._marker.name)
-            if there is None or not there.size:
-                raise FileNotFoundError(self._marker.name)
-            return there.changed_s
-        self._touched_s = now_s
-        # To look is not enough: a network file system may answer from what it remembers.
-        return self._store.touch(self._marker.name, create=False, note=_note[0])
+    def _look_at_marker(self) -> float:
+        """Return the time of the marker. Raises FileNotFoundError as `Store.touch` does."""
+        there = self._store.look(self._marker.name)
+        if there is None or not there.size:
+            raise FileNotFoundError(self._marker.name)
+        return there.changed_s
 
     def delete(self, name: str, *, version: Any = ANYTHING) -> None:
         """Delete a file or a directory that was seen under this claim, unless another has it now.
