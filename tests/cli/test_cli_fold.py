@@ -123,6 +123,15 @@ def test_blocks_in_blocks():
     ]
 
 
+def test_blocks_in_blocks_of_other_dtypes_stay_apart():
+    rows = [
+        leaf(f"l/{n}/experts/{e}", dtype="int8" if n > 2 else "float32")
+        for n in range(6)
+        for e in range(4)
+    ]
+    assert folded(rows, 5) == ["l", "l/0..2/experts/0..3", "l/3..5/experts/0..3"]
+
+
 def test_what_comes_last_stays_closed():
     rows = [leaf(f"{top}/{name}{k}") for top in ("mu", "model") for name in "abc" for k in "xy"]
     assert folded(rows, 8)[:2] == ["mu", "model"]

@@ -19,7 +19,7 @@ import numpy as np
 
 from ostraka.cli._arguments import flag, json_option, names_option, option, path_argument
 from ostraka.cli._errors import DIFFERENT
-from ostraka.cli._fold import fold, separator_of
+from ostraka.cli._fold import fold
 from ostraka.cli._measure import Array, add_up, as_numbers
 from ostraka.cli._output import (
     Table,
@@ -40,6 +40,7 @@ from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import Source
 from ostraka.reading.locate import open_at, read_whole
 from ostraka.storage import PathLike
+from ostraka.tree.blocks import separator_of
 from ostraka.tree.nodes import ArrayNumber, Branch, Kept, Leaf, UnreadableLeaf, leaves_of
 from ostraka.tree.patterns import Patterns, matches
 
@@ -214,15 +215,15 @@ def _folded(listed: Sequence[LeafComparison], most: int) -> list[str]:
     lines, cut = fold(rows, most, separator=separator, is_last=lambda row: False)
     table = Table(_HEAD, right=_HEAD[2:], shrink=("what", "leaf"))
     for line in lines:
-        leaves = [by_path[row.path] for row in line.node.rows]
-        label = line.path if separator == "." else f"{'  ' * line.depth}{line.node.name}"
+        leaves = [by_path[row.path] for row in line.rows]
+        label = line.path if separator == "." else f"{'  ' * line.depth}{line.block.name}"
         if line.is_open:
             table.add(f"{label}/", *[""] * (len(_HEAD) - 1))
             continue
         distances = [leaf.distance for leaf in leaves if leaf.distance is not None]
         numbers = _show_distance(reduce(add, distances)) if distances else [""] * 4
         colour = _COLOURS[leaves[0].state] if len({leaf.state for leaf in leaves}) == 1 else None
-        if line.node.row is None:
+        if line.block.leaf is None:
             what, label = (
                 count_of(len(leaves), "leaf"),
                 f"{label}{'/' if separator == '/' else '.*'}",

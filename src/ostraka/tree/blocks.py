@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_NUMBERED = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
-_MOST_LEVELS = 50
-"""The rest of a longer path is one name."""
+from ostraka.tree.nodes import MAX_DEPTH
+
+_NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,600}+)(\D*)", re.DOTALL)
+"""The last number of a name. Python reads any number of 600 digits, whatever its limit is."""
+_MOST_DOTS = 50
+"""Names with more dots are not taken apart."""
 
 
 @dataclass(slots=True)
@@ -29,15 +32,23 @@ class Block:
     """Equal for blocks with equal names and kinds of leaves below them."""
 
 
-def fold_blocks(paths: Sequence[str], kinds: Sequence[Hashable]) -> Block:
+def separator_of(paths: Iterable[str]) -> str:
+    """A dot if the paths have no levels but such as names of tensors have, else a slash."""
+    has_levels = any("/" in path or path.count(".") > _MOST_DOTS for path in paths)
+    return "/" if has_levels else "."
+
+
+def fold_blocks(
+    paths: Sequence[str], kinds: Sequence[Hashable], separator: str | None = None
+) -> Block:
     """The tree of some leaves, with one block for those that differ only in a number of their name.
 
     Args:
-        paths: The path of each leaf. If none has a slash, they are split at dots, as the names of
-            tensors are.
+        paths: The path of each leaf.
         kinds: Of each leaf, equal for leaves that may become one: dtype, shape, sharding.
+        separator: The character between the names of a path. None for `separator_of(paths)`.
     """
-    separator = "/" if any("/" in path for path in paths) else "."
+    separator = separator or separator_of(paths)
     root = _build(paths, separator)
     _merge_repeats(root, kinds, {})
     _join_only_children(root, separator)
@@ -48,7 +59,7 @@ def _build(paths: Sequence[str], separator: str) -> Block:
     root = Block("", leaves=list(range(len(paths))))
     known: dict[tuple[int, str], Block] = {}
     for number, path in enumerate(paths):
-        *above, name = path.split(separator, _MOST_LEVELS)
+        *above, name = path.split(separator, MAX_DEPTH)  # Other paths end in a long name.
         node = root
         for part in above:
             child = known.get((id(node), part))
@@ -119,5 +130,6 @@ def _join_only_children(node: Block, separator: str) -> None:
         while len(child.children) == 1:
             (only,) = child.children
             child.name += f"{separator}{only.name}"
-            child.leaf, child.children, child.repeats = only.leaf, only.children, only.repeats
+            child.leaf, child.children = only.leaf, only.children
+            child.repeats, child.leaves = only.repeats, only.leaves
         _join_only_children(child, separator)
