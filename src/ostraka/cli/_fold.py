@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from ostraka.cli._tree import LeafRow
-from ostraka.tree.blocks import Block, fold_blocks
+from ostraka.tree.blocks import MOST_DIGITS, Block, fold_blocks
 
 _NUMBERS = re.compile(r"\d+\.\.\d+(?:,\d+(?:\.\.\d+)?)*")
 """`0..23`, or `0..2,4..6,9`: numbers in the name of a folded block."""
@@ -125,11 +125,11 @@ def numbered_pattern(text: str) -> Callable[[str], bool] | None:
 
     `blocks/0..23/**/kernel` is the kernel of the blocks 0 to 23.
     """
-    pieces, wanted, end = list[str](), list[set[int]](), 0
+    pieces, wanted, end = list[str](), list[list[range]](), 0
     for found in _NUMBERS.finditer(text):
-        pieces += [_as_regex(text[end : found.start()]), r"(\d+)"]
-        ranges = (part.split("..") for part in found[0].split(","))
-        wanted.append({n for ends in ranges for n in range(int(ends[0]), int(ends[-1]) + 1)})
+        pieces += [_as_regex(text[end : found.start()]), rf"(\d{{1,{MOST_DIGITS}}})"]
+        runs = (part.split("..") for part in found[0].split(","))
+        wanted.append([range(int(ends[0]), int(ends[-1]) + 1) for ends in runs])
         end = found.end()
     if not wanted:
         return None
@@ -138,7 +138,8 @@ def numbered_pattern(text: str) -> Callable[[str], bool] | None:
     def matches(path: str) -> bool:
         found = compiled.fullmatch(path)
         return found is not None and all(
-            int(number) in numbers for number, numbers in zip(found.groups(), wanted, strict=True)
+            any(int(number) in run for run in runs)
+            for number, runs in zip(found.groups(), wanted, strict=True)
         )
 
     return matches

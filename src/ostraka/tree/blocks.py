@@ -9,8 +9,11 @@ from typing import Any
 
 from ostraka.tree.nodes import MAX_DEPTH
 
-_NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,600}+)(\D*)", re.DOTALL)
-"""The last number of a name. Python reads any number of 600 digits, whatever its limit is."""
+MOST_DIGITS = 600
+"""Longer numbers are plain text. Python refuses to read more than 640 digits where it is told to.
+"""
+_NUMBERED = re.compile(rf"(.*?)(?<!\d)(\d{{1,{MOST_DIGITS}}}+)(\D*)", re.DOTALL)
+"""A name by its last number."""
 _MOST_DOTS = 50
 """Names with more dots are not taken apart."""
 
