@@ -30,15 +30,14 @@ from ostraka.cli._output import (
     human_size,
     json_number,
     screen_lines,
-    shorten,
-    show_shape,
-    shown_value,
 )
-from ostraka.cli._tree import LeafRow, sharding_of
+from ostraka.cli._tree import LeafRow
+from ostraka.common.text import shorten, show_shape, show_value
 from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import Source
 from ostraka.reading.locate import open_at, read_whole
+from ostraka.reading.show import show_sharding
 from ostraka.storage import PathLike
 from ostraka.tree.blocks import separator_of
 from ostraka.tree.nodes import ArrayNumber, Branch, Kept, Leaf, UnreadableLeaf, leaves_of
@@ -491,13 +490,13 @@ def _describe(source: Source, path: str, value: Any) -> LeafDescription:
     if isinstance(value, UnreadableLeaf):  # which is equal to nothing
         return LeafDescription("lost", value=f"in {source.location}: {value.why}")
     if not isinstance(value, ArrayNumber):
-        return LeafDescription(type(value).__name__, value=shown_value(value))
+        return LeafDescription(type(value).__name__, value=show_value(value))
     leaf = source.saved.leaves[value.number]
     return LeafDescription(
         kind=f"key<{leaf.prng}>" if leaf.kind == "key" else leaf.kind,
         dtype=leaf.dtype,
         shape=leaf.shape,
-        sharding=sharding_of(source.saved, leaf, with_mesh=True),
+        sharding=show_sharding(leaf, source.saved.meshes, with_mesh=True),
         same_as=None if leaf.path == path else leaf.path,
         nbytes=leaf.nbytes if leaf.path == path else 0,
     )
