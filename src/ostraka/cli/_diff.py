@@ -210,27 +210,22 @@ def _folded(listed: Sequence[LeafComparison], most: int) -> list[str]:
     """The differences as a tree of `most` lines, in which equal blocks are one."""
     by_path = {leaf.path: leaf for leaf in listed}
     rows = [LeafRow(leaf.path, (leaf.path, _cells(leaf)[0])) for leaf in listed]
-    separator = separator_of(by_path)
-    lines, cut = fold(rows, most, separator=separator, is_last=lambda row: False)
+    lines, cut = fold(rows, most, separator=separator_of(by_path), is_last=lambda row: False)
     table = Table(_HEAD, right=_HEAD[2:], shrink=("what", "leaf"))
     for line in lines:
         leaves = [by_path[row.path] for row in line.rows]
-        label = line.path if separator == "." else f"{'  ' * line.depth}{line.block.name}"
         if line.is_open:
-            table.add(f"{label}/", *[""] * (len(_HEAD) - 1))
+            table.add(line.label, *[""] * (len(_HEAD) - 1))
             continue
         distances = [leaf.distance for leaf in leaves if leaf.distance is not None]
         numbers = _show_distance(reduce(add, distances)) if distances else [""] * 4
         colour = _COLOURS[leaves[0].state] if len({leaf.state for leaf in leaves}) == 1 else None
         if line.block.leaf is None:
-            what, label = (
-                count_of(len(leaves), "leaf"),
-                f"{label}{'/' if separator == '/' else '.*'}",
-            )
+            what = count_of(len(leaves), "leaf")
         else:
             what = _cells(leaves[0])[0]
             what = f"{what} ×{len(leaves)}" if len(leaves) > 1 else what
-        table.add(label, what, *numbers, colour=colour)
+        table.add(line.label, what, *numbers, colour=colour)
     shown = table.lines()
     if cut:
         shown.append(f"… and {count_of(len(cut), 'leaf')} more; --all lists them")

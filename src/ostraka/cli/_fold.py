@@ -23,9 +23,10 @@ _GLOBS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 class Line:
     """A line of the folded tree."""
 
-    depth: int
     path: str
     """The path of the leaf, or of the name above leaves. `numbered_pattern` reads it back."""
+    label: str
+    """Its name behind the spaces of its depth, or its path where names are joined by a dot."""
     block: Block
     rows: Sequence[LeafRow]
     """All leaves that it stands for."""
@@ -57,8 +58,11 @@ def fold(
             path = f"{above}{separator}{block.name}" if depth else block.name
             is_open = id(block) in opened
             if own_line or not is_open:
+                label = f"{'  ' * depth}{block.name}" if own_line else path
+                if block.leaf is None:
+                    label += "/" if own_line else ".*"
                 below = [rows[leaf] for leaf in block.leaves]
-                lines.append(Line(depth, path, block, below, is_open))
+                lines.append(Line(path, label, block, below, is_open))
             if is_open:
                 add(block.children, depth + 1, path)
 

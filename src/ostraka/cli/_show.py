@@ -225,16 +225,15 @@ def _folded(
 ) -> list[str]:
     """The tree, folded to `most` lines."""
     separator = separator_of(row.path for row in rows)
-    is_flat = separator == "."
     lines, cut = fold(
         rows,
         most,
         separator=separator,
         is_last=lambda row: groups.get(-1 if row.number is None else row.number) == OPTIMIZER,
     )
-    cells = [_cells(source, line, is_flat=is_flat) for line in lines]
+    cells = [_cells(source, line) for line in lines]
     found = [[] if line.is_open else line.rows for line in lines]
-    shrink = ("dtype", "spec") if is_flat else ("dtype", "spec", "leaf")
+    shrink = ("dtype", "spec") if separator == "." else ("dtype", "spec", "leaf")
     shown = _fitted(cells, found, statistics, has_spec=_has_spec(source), shrink=shrink)
     if cut:
         size = human_size(sum(row.nbytes for row in cut))
@@ -245,10 +244,9 @@ def _folded(
     return shown
 
 
-def _cells(source: Source, line: Line, *, is_flat: bool) -> tuple[str, ...]:
+def _cells(source: Source, line: Line) -> tuple[str, ...]:
     """The cells of a line of the tree."""
     block, first = line.block, line.rows[0]
-    label = line.path if is_flat else f"{'  ' * line.depth}{block.name}"
     if block.leaf is not None:
         _, *cells = first.cells
         is_several = len(line.rows) > 1 and first.same_as is None
@@ -256,13 +254,12 @@ def _cells(source: Source, line: Line, *, is_flat: bool) -> tuple[str, ...]:
             cells[-1] = f"{len(line.rows)} × {cells[-1]}"
         elif is_several and len({row.cells[2] for row in line.rows}) > 1:
             cells[1] = f"{len(line.rows)} values"
-        return _tree.name_in(source, label), *cells
+        return _tree.name_in(source, line.label), *cells
     leaves = count_of(len(line.rows) // block.repeats, "leaf")
     if block.repeats > 1:
         leaves = f"{block.repeats} × {leaves}"
-    end = ".*" if is_flat else "/"
     size = human_size(sum(row.nbytes for row in line.rows))
-    return f"{label}{end}", _tree.dtypes_in(line.rows, 1), leaves, "", size
+    return line.label, _tree.dtypes_in(line.rows, 1), leaves, "", size
 
 
 def _fitted(
