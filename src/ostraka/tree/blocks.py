@@ -59,20 +59,29 @@ def fold_blocks(
 
 
 def _build(paths: Sequence[str], separator: str) -> Block:
-    root = Block("", leaves=list(range(len(paths))))
-    known: dict[tuple[int, str], Block] = {}
+    root = Block("")
+    known = {"": root}
+
+    def find(above: str) -> Block:
+        block = known.get(above)
+        if block is None:
+            name = above[:-1].rpartition(separator)[2]
+            block = known[above] = Block(name)
+            find(above[: len(above) - len(name) - 1]).children.append(block)
+        return block
+
     for number, path in enumerate(paths):
-        *above, name = path.split(separator, MAX_DEPTH)  # Other paths end in a long name.
-        node = root
-        for part in above:
-            child = known.get((id(node), part))
-            if child is None:
-                child = known[id(node), part] = Block(part)
-                node.children.append(child)
-            child.leaves.append(number)
-            node = child
-        node.children.append(Block(name, number, leaves=[number]))
+        name = path.split(separator, MAX_DEPTH)[-1]  # The rest of a longer path is one name.
+        find(path.removesuffix(name)).children.append(Block(name, number, leaves=[number]))
+    _gather_leaves(root)
     return root
+
+
+def _gather_leaves(node: Block) -> None:
+    for child in node.children:
+        if child.leaf is None:
+            _gather_leaves(child)
+        node.leaves += child.leaves
 
 
 def _merge_repeats(node: Block, kinds: Sequence[Hashable], known: dict[Any, int]) -> None:
