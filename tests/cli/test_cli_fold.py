@@ -123,6 +123,15 @@ def test_blocks_in_blocks():
     ]
 
 
+def test_blocks_in_blocks_of_other_dtypes_stay_apart():
+    rows = [
+        leaf(f"l/{n}/experts/{e}", dtype="int8" if n > 2 else "float32")
+        for n in range(6)
+        for e in range(4)
+    ]
+    assert folded(rows, 5) == ["l", "l/0..2/experts/0..3", "l/3..5/experts/0..3"]
+
+
 def test_what_comes_last_stays_closed():
     rows = [leaf(f"{top}/{name}{k}") for top in ("mu", "model") for name in "abc" for k in "xy"]
     assert folded(rows, 8)[:2] == ["mu", "model"]
@@ -154,6 +163,8 @@ def test_very_many_names_at_the_top_are_cut():
         ("m.0..3.up", "m.2.down", False),
         ("**/0..3/k*", "a/b/1/kernel", True),
         ("ln1..2", "ln2/scale", True),
+        (f"b/0..{10**30}", "b/7", True),
+        ("b/0..3", f"b/{'1' * 5000}", False),
     ],
 )
 def test_a_folded_name_is_read_back(text: str, path: str, expected: bool):
@@ -208,6 +219,14 @@ def test_parameters_without_nnx_leave_out_the_optimizer(tmp_path: Path):
     assert "36 parameters of float32, 440 B (optimizer 292 B, other 4 B)" in lines_of(
         tmp_path / "c"
     )
+
+
+def test_a_tree_that_is_one_leaf_has_its_path(tmp_path: Path):
+    ostraka.save(tmp_path / "c", np.ones(3))
+    lines = lines_of(tmp_path / "c")
+    (row,) = (line.split() for line in lines if "float64  3" in line)
+    assert row[0] == "."
+    assert lines_of(tmp_path / "c", ".")[0].startswith(". of ")
 
 
 def test_names_of_very_many_dots_and_trees_of_many_levels(tmp_path: Path):

@@ -33,6 +33,17 @@ def test_blocks_in_blocks_are_one():
     assert shown(root) == {"stage0..2/block_0..3/w": 12, "head": 1}
 
 
+def test_blocks_in_any_order_begin_with_the_lowest_number():
+    root = fold_blocks(["layers/1", "layers/0", "head"], ["a"] * 3)
+    assert [(child.leaf, child.leaves) for child in root.children] == [(1, [1, 0]), (2, [2])]
+
+
+def test_very_long_numbers_stay_apart():
+    paths = ["9" * 10_000 + f"{n}" for n in range(3)] + [f"{10**12 + n}" for n in range(3)]
+    root = fold_blocks(paths, ["a"] * 6)
+    assert shown(root) == dict.fromkeys(paths[:3], 1) | {"1000000000000..1000000000002": 3}
+
+
 def test_names_of_tensors_are_split_at_dots():
     paths = [f"model.layers.{n}.mlp.weight" for n in range(3)] + ["lm_head.weight"]
     root = fold_blocks(paths, ["a"] * 4)

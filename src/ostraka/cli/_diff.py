@@ -19,7 +19,7 @@ import numpy as np
 
 from ostraka.cli._arguments import flag, json_option, names_option, option, path_argument
 from ostraka.cli._errors import DIFFERENT
-from ostraka.cli._fold import fold, separator_of
+from ostraka.cli._fold import fold
 from ostraka.cli._measure import Array, add_up, as_numbers
 from ostraka.cli._output import (
     Table,
@@ -30,16 +30,16 @@ from ostraka.cli._output import (
     human_size,
     json_number,
     screen_lines,
-    shorten,
-    show_shape,
-    shown_value,
 )
-from ostraka.cli._tree import LeafRow, sharding_of
+from ostraka.cli._tree import LeafRow
+from ostraka.common.text import shorten, show_shape, show_value
 from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import Source
 from ostraka.reading.locate import open_at, read_whole
+from ostraka.reading.show import show_sharding
 from ostraka.storage import PathLike
+from ostraka.tree.blocks import separator_of
 from ostraka.tree.nodes import ArrayNumber, Branch, Kept, Leaf, UnreadableLeaf, leaves_of
 from ostraka.tree.patterns import Patterns, matches
 
@@ -210,27 +210,22 @@ def _folded(listed: Sequence[LeafComparison], most: int) -> list[str]:
     """The differences as a tree of `most` lines, in which equal blocks are one."""
     by_path = {leaf.path: leaf for leaf in listed}
     rows = [LeafRow(leaf.path, (leaf.path, _cells(leaf)[0])) for leaf in listed]
-    separator = separator_of(by_path)
-    lines, cut = fold(rows, most, separator=separator, is_last=lambda row: False)
+    lines, cut = fold(rows, most, separator=separator_of(by_path), is_last=lambda row: False)
     table = Table(_HEAD, right=_HEAD[2:], shrink=("what", "leaf"))
     for line in lines:
-        leaves = [by_path[row.path] for row in line.node.rows]
-        label = line.path if separator == "." else f"{'  ' * line.depth}{line.node.name}"
+        leaves = [by_path[row.path] for row in line.rows]
         if line.is_open:
-            table.add(f"{label}/", *[""] * (len(_HEAD) - 1))
+            table.add(line.label, *[""] * (len(_HEAD) - 1))
             continue
         distances = [leaf.distance for leaf in leaves if leaf.distance is not None]
         numbers = _show_distance(reduce(add, distances)) if distances else [""] * 4
         colour = _COLOURS[leaves[0].state] if len({leaf.state for leaf in leaves}) == 1 else None
-        if line.node.row is None:
-            what, label = (
-                count_of(len(leaves), "leaf"),
-                f"{label}{'/' if separator == '/' else '.*'}",
-            )
+        if line.block.leaf is None:
+            what = count_of(len(leaves), "leaf")
         else:
             what = _cells(leaves[0])[0]
             what = f"{what} ×{len(leaves)}" if len(leaves) > 1 else what
-        table.add(label, what, *numbers, colour=colour)
+        table.add(line.label, what, *numbers, colour=colour)
     shown = table.lines()
     if cut:
         shown.append(f"… and {count_of(len(cut), 'leaf')} more; --all lists them")
@@ -490,13 +485,13 @@ def _describe(source: Source, path: str, value: Any) -> LeafDescription:
     if isinstance(value, UnreadableLeaf):  # which is equal to nothing
         return LeafDescription("lost", value=f"in {source.location}: {value.why}")
     if not isinstance(value, ArrayNumber):
-        return LeafDescription(type(value).__name__, value=shown_value(value))
+        return LeafDescription(type(value).__name__, value=show_value(value))
     leaf = source.saved.leaves[value.number]
     return LeafDescription(
         kind=f"key<{leaf.prng}>" if leaf.kind == "key" else leaf.kind,
         dtype=leaf.dtype,
         shape=leaf.shape,
-        sharding=sharding_of(source.saved, leaf, with_mesh=True),
+        sharding=show_sharding(leaf, source.saved.meshes, with_mesh=True),
         same_as=None if leaf.path == path else leaf.path,
         nbytes=leaf.nbytes if leaf.path == path else 0,
     )

@@ -10,7 +10,7 @@ import click
 
 from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED, FAILED
-from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size, shorten
+from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size
 from ostraka.cli._roots import (
     describe_step,
     is_forbidden,
@@ -19,6 +19,7 @@ from ostraka.cli._roots import (
     show_metrics,
 )
 from ostraka.cli._verify import check
+from ostraka.common.text import shorten
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Problem, count_of, printable
 from ostraka.formats.ostraka.damage import MISSING

@@ -17,19 +17,18 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, TypeGuard
+from typing import Any
 
 import click
 
 from ostraka.common.progress import OnBytes
+from ostraka.common.text import is_long, shorten
 from ostraka.common.threads import TooDeep, with_full_stack
 from ostraka.common.units import human_bytes
 from ostraka.errors import printable
 
 _STYLE = re.compile("(\x1b\\[[0-9;]*m)")
 """Our own colours. `printable` escapes those in other text."""
-_MOST_DIGITS = 4000
-"""Python refuses to write more in decimal."""
 _SCHEMA = 1
 """The version of the JSON of all commands. It grows if a key changes its meaning or goes away."""
 _PIPE_LINES = 40
@@ -112,16 +111,6 @@ def human_share(part: int, whole: int) -> str:
     if share >= 99.95:
         return "<100 %"
     return f"{share:.3g} %" if share >= 0.001 else "<0.001 %"
-
-
-def show_shape(shape: Sequence[int]) -> str:
-    """A shape as `2 × 3`, or `()`."""
-    return " × ".join(str(n) for n in shape) or "()"
-
-
-def shorten(text: str, width: int) -> str:
-    """The beginning of a text that is longer than `width`."""
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def wrap(text: str, indent: str = "") -> list[str]:
@@ -291,20 +280,11 @@ def json_text(document: Any, *, indent: int | None = None) -> str:
         ) from error
 
 
-def shown_value(value: Any) -> str:
-    """The repr of a value of a tree, with integers too long for Python in hexadecimal."""
-    return hex(value) if _is_long(value) else repr(value)
-
-
 def json_number(value: Any) -> Any:
     """A number for JSON. NaN and infinity, which JSON lacks, and long integers become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
-    return hex(value) if _is_long(value) else value
-
-
-def _is_long(value: Any) -> TypeGuard[int]:
-    return type(value) is int and value.bit_length() > 3 * _MOST_DIGITS
+    return hex(value) if is_long(value) else value
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ostraka.cli._arguments import (
     path_argument,
 )
 from ostraka.cli._errors import DIFFERENT
-from ostraka.cli._fold import Line, fold, numbered_pattern, separator_of
+from ostraka.cli._fold import Line, fold, numbered_pattern
 from ostraka.cli._output import (
     Table,
     echo_json,
@@ -37,6 +37,7 @@ from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import Source
 from ostraka.reading.groups import OPTIMIZER, groups_of
 from ostraka.reading.locate import open_at, read_whole
+from ostraka.tree.blocks import separator_of
 from ostraka.tree.nodes import escape
 from ostraka.tree.patterns import matches
 
@@ -224,46 +225,41 @@ def _folded(
 ) -> list[str]:
     """The tree, folded to `most` lines."""
     separator = separator_of(row.path for row in rows)
-    is_flat = separator == "."
     lines, cut = fold(
         rows,
         most,
         separator=separator,
         is_last=lambda row: groups.get(-1 if row.number is None else row.number) == OPTIMIZER,
     )
-    cells = [_cells(source, line, is_flat=is_flat) for line in lines]
-    found = [[] if line.is_open else line.node.rows for line in lines]
-    shrink = ("dtype", "spec") if is_flat else ("dtype", "spec", "leaf")
+    cells = [_cells(source, line) for line in lines]
+    found = [[] if line.is_open else line.rows for line in lines]
+    shrink = ("dtype", "spec") if separator == "." else ("dtype", "spec", "leaf")
     shown = _fitted(cells, found, statistics, has_spec=_has_spec(source), shrink=shrink)
     if cut:
         size = human_size(sum(row.nbytes for row in cut))
         shown.append(f"… and {count_of(len(cut), 'leaf')} more, {size}; --all lists them")
-    elif any(len(line.node.rows) > 1 and not line.is_open for line in lines):
+    elif any(len(line.rows) > 1 and not line.is_open for line in lines):
         hint = f"--all lists all {count_of(len(rows), 'leaf')}"
         shown.append(click.style(hint, dim=True))
     return shown
 
 
-def _cells(source: Source, line: Line, *, is_flat: bool) -> tuple[str, ...]:
+def _cells(source: Source, line: Line) -> tuple[str, ...]:
     """The cells of a line of the tree."""
-    node = line.node
-    label = line.path if is_flat else f"{'  ' * line.depth}{node.name}"
-    if node.row is not None:
-        _, *cells = node.row.cells
-        if len(node.rows) == 1 or node.row.same_as is not None:
-            return _tree.name_in(source, label), *cells
-        if node.row.number is None:
-            values = {row.cells[2] for row in node.rows}
-            shown = cells[1] if len(values) == 1 else f"{len(node.rows)} values"
-            return _tree.name_in(source, label), cells[0], shown
-        cells[-1] = f"{len(node.rows)} × {cells[-1]}"
-        return _tree.name_in(source, label), *cells
-    leaves = count_of(len(node.rows) // node.repeats, "leaf")
-    if node.repeats > 1:
-        leaves = f"{node.repeats} × {leaves}"
-    end = ".*" if is_flat else "/"
-    dtypes = _tree.dtypes_in(node.rows, 1)
-    return f"{label}{end}", dtypes, leaves, "", human_size(node.nbytes)
+    block, first = line.block, line.rows[0]
+    if block.leaf is not None:
+        _, *cells = first.cells
+        is_several = len(line.rows) > 1 and first.same_as is None
+        if is_several and first.number is not None:
+            cells[-1] = f"{len(line.rows)} × {cells[-1]}"
+        elif is_several and len({row.cells[2] for row in line.rows}) > 1:
+            cells[1] = f"{len(line.rows)} values"
+        return _tree.name_in(source, line.label), *cells
+    leaves = count_of(len(line.rows) // block.repeats, "leaf")
+    if block.repeats > 1:
+        leaves = f"{block.repeats} × {leaves}"
+    size = human_size(sum(row.nbytes for row in line.rows))
+    return line.label, _tree.dtypes_in(line.rows, 1), leaves, "", size
 
 
 def _fitted(

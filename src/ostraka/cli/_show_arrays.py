@@ -20,15 +20,16 @@ from ostraka.cli._output import (
     human_number,
     human_size,
     json_number,
-    show_shape,
 )
 from ostraka.cli._tree import LeafRow
 from ostraka.common.dtypes import is_inexact, numpy_dtype
+from ostraka.common.text import show_shape
 from ostraka.errors import InvalidSharding, count_of, printable
 from ostraka.formats.source import Source
 from ostraka.layout import box as _box
 from ostraka.layout.spec import LeafSpec, Target
 from ostraka.reading.lazy import bounding_box
+from ostraka.reading.show import show_dtype, show_sharding
 from ostraka.sharding.drawing import draw
 from ostraka.sharding.leaves import every_dimension
 
@@ -65,12 +66,10 @@ def show_leaf(
     name = printable(_tree.name_in(source, row.path))
     lines = [f"{click.style(name, bold=True)} of {printable(source.location)}"]
     shown = [
-        _tree.dtype_of(leaf)
-        if leaf.cast_from is None
-        else f"{_tree.dtype_of(leaf)}  (was {leaf.cast_from})",
+        show_dtype(leaf) + ("" if leaf.cast_from is None else f"  (was {leaf.cast_from})"),
         show_shape(leaf.logical_shape),
         human_size(leaf.nbytes),
-        _tree.sharding_of(source.saved, leaf),
+        show_sharding(leaf, source.saved.meshes),
     ]
     lines.append(printable("  ".join(shown)))
     if row.same_as is not None:

@@ -16,16 +16,13 @@ from ostraka.cli._output import (
     json_number,
     json_text,
     screen_width,
-    shorten,
-    show_shape,
-    shown_value,
 )
+from ostraka.common.text import shorten, show_shape, show_value
 from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import CONFIG, Saved, Source
-from ostraka.layout.spec import LeafSpec, show_partition
 from ostraka.reading.groups import PARAMETERS, Total, totals_by_group
-from ostraka.sharding.leaves import without_trailing
+from ostraka.reading.show import show_dtype, show_sharding, show_writer, text_in
 from ostraka.tree.nodes import ArrayNumber, Kept, UnreadableLeaf, leaves_of, unescape
 
 if TYPE_CHECKING:
@@ -72,8 +69,8 @@ def rows_of(source: Source) -> list[LeafRow]:
         placed = (spec.mesh, spec.partition, spec.memory, spec.per_process)
         kind = (spec.dtype, spec.shape, spec.prng, *placed)
         if kind not in kinds:
-            shape = show_shape(spec.logical_shape)
-            kinds[kind] = dtype_of(spec), shape, sharding_of(saved, spec), human_size(spec.nbytes)
+            shape, sharding = show_shape(spec.logical_shape), show_sharding(spec, saved.meshes)
+            kinds[kind] = show_dtype(spec), shape, sharding, human_size(spec.nbytes)
         rows.append(LeafRow(leaf.path, (leaf.path, *kinds[kind]), spec.nbytes, number=number))
     return rows
 
@@ -84,27 +81,7 @@ def _shown(value: Any) -> tuple[str, str]:
         return "not saved", value.name
     if isinstance(value, UnreadableLeaf):
         return "lost", value.why
-    return type(value).__name__, shorten(printable(shown_value(value)), _VALUE_WIDTH)
-
-
-def dtype_of(leaf: LeafSpec) -> str:
-    """The dtype of an array. For PRNG keys, their implementation."""
-    return leaf.dtype if leaf.prng is None else f"key<{leaf.prng}>"
-
-
-def sharding_of(saved: Saved, leaf: LeafSpec, *, with_mesh: bool = False) -> str:
-    """How an array was sharded, or where else it was."""
-    if leaf.per_process:
-        return f"one for each of {leaf.shape[0]} processes"
-    if leaf.mesh < 0:
-        return "host memory"
-    memory = "" if leaf.memory is None else f" in {leaf.memory}"
-    mesh = saved.meshes[leaf.mesh]
-    if not mesh.axis_names:
-        return f"one device{memory}"
-    if with_mesh:
-        return f"{show_partition(without_trailing(leaf.partition))} on {mesh}{memory}"
-    return f"{show_partition(leaf.partition)}{memory}"
+    return type(value).__name__, shorten(printable(show_value(value)), _VALUE_WIDTH)
 
 
 def summed_up(rows: Sequence[LeafRow], depth: int) -> list[LeafRow]:
@@ -131,14 +108,7 @@ def summed_up(rows: Sequence[LeafRow], depth: int) -> list[LeafRow]:
 
 def title_lines(source: Source) -> list[str]:
     """The path, when it was saved, and by what: on one line if that fits the screen."""
-    writer = source.saved.writer
-    when = _text_in(writer, "time") or "at an unknown time"
-    if when.endswith("+00:00"):
-        when = f"{when[:19].replace('T', ' ')} UTC"
-    version = _text_in(writer, "ostraka") or "(unknown version)"
-    by = f"saved {when} by {_text_in(writer, 'library') or f'ostraka {version}'}"
-    if jax := _text_in(writer, "jax"):
-        by += f" with jax {jax}"
+    by = f"saved {show_writer(source.saved.writer)}"
     path, width = click.style(printable(source.location), bold=True), screen_width()
     if width is not None and len(source.location) + 2 + len(by) > width:
         return [path, printable(by)]
@@ -171,12 +141,6 @@ def dtypes_in(rows: Iterable[LeafRow], most: int = 3) -> str:
             sizes[row.cells[1]] += row.nbytes
     kinds = [kind for kind, _ in sizes.most_common()]
     return ", ".join(kinds[:most]) + (", …" if len(kinds) > most else "")
-
-
-def _text_in(writer: Mapping[str, Any], name: str) -> str:
-    """The beginning of a string in `_METADATA`, or an empty one."""
-    found = writer.get(name)
-    return shorten(found, _VALUE_WIDTH) if isinstance(found, str) else ""
 
 
 def totals(source: Source, rows: Sequence[LeafRow]) -> Mapping[str, int | None]:
@@ -255,7 +219,7 @@ def _model_line(config: Any) -> list[str]:
     if not isinstance(config, dict):
         return []
     about: dict[Any, Any] = config
-    kind = _text_in(about, "model_type") or "of an unknown type"
+    kind = text_in(about, "model_type") or "of an unknown type"
     listed = about.get("architectures")
     names: list[Any] = listed if isinstance(listed, list) else []
     known = ", ".join(shorten(n, _VALUE_WIDTH) for n in names[:3] if isinstance(n, str))
@@ -359,7 +323,7 @@ def describe_row(saved: Saved, row: LeafRow) -> dict[str, object]:
     if row.number is None:
         value = row.value
         plain = value is None or isinstance(value, bool | int | float | str)
-        shown = json_number(value) if plain else shown_value(value)
+        shown = json_number(value) if plain else show_value(value)
         return {"path": row.path, "kind": "value", "type": type(value).__name__, "value": shown}
     leaf = saved.leaves[row.number]
     shared = {} if row.same_as is None else {"same_as": row.same_as}

@@ -18,10 +18,10 @@ from ostraka.cli._output import (
     echo_lines,
     human_size,
     progress,
-    shorten,
     wrap,
 )
 from ostraka.cli._roots import checkpoints_at
+from ostraka.common.text import shorten
 from ostraka.errors import count_of, printable
 
 _MOST_LINES = 20

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ostraka.common import html
 from ostraka.common.html import Html
+from ostraka.common.text import show_shape, show_value
 from ostraka.common.units import human_bytes
 from ostraka.errors import OstrakaError, count_of
 from ostraka.formats.source import Source
-from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec, show_partition
+from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec
 from ostraka.reading.metrics import RESERVED_KEY, metrics_in, read_added
+from ostraka.reading.show import show_dtype, show_sharding, show_writer
 from ostraka.tree.blocks import Block, fold_blocks
 from ostraka.tree.nodes import ArrayNumber, UnreadableLeaf
 
@@ -52,21 +54,8 @@ class LeafLine:
 
 def array_line(path: str, leaf: LeafSpec, meshes: Sequence[MeshSpec]) -> LeafLine:
     """The line of an array."""
-    dtype = leaf.dtype if leaf.prng is None else f"key<{leaf.prng}>"
-    shape = " × ".join(map(str, leaf.logical_shape)) or "()"
-    return LeafLine(path, (dtype, shape, show_sharding(leaf, meshes)), leaf.nbytes)
-
-
-def show_sharding(leaf: LeafSpec, meshes: Sequence[MeshSpec]) -> str:
-    """How an array is sharded, or where else it is."""
-    if leaf.per_process:
-        return f"one for each of {leaf.shape[0]} processes"
-    if leaf.mesh == HOST_LOCAL:
-        return "host memory"
-    memory = "" if leaf.memory is None else f" in {leaf.memory}"
-    if not meshes[leaf.mesh].axis_names:
-        return f"one device{memory}"
-    return f"{show_partition(leaf.partition)}{memory}"
+    cells = show_dtype(leaf), show_shape(leaf.logical_shape), show_sharding(leaf, meshes)
+    return LeafLine(path, cells, leaf.nbytes)
 
 
 # Trees
@@ -152,11 +141,11 @@ def draw_checkpoint(checkpoint: Checkpoint, source: Source, leaves: Mapping[str,
         "size": html.size(checkpoint.nbytes),
         "arrays": f"{len(arrays):,}",
         "mesh": "; ".join(meshes),
-        "saved": _show_writer(saved.writer),
+        "saved": show_writer(saved.writer),
         "metrics": _show_metrics(source),
     }
     user = {name: value for name, value in saved.user.items() if name != RESERVED_KEY}
-    about = [(name, _show_value(value)) for name, value in user.items()]
+    about = [(name, show_value(value)) for name, value in user.items()]
     return html.frame(
         "Checkpoint",
         checkpoint.path,
@@ -170,30 +159,11 @@ def _line_of(path: str, value: Any, above: str, source: Source) -> LeafLine:
     if isinstance(value, UnreadableLeaf):
         return LeafLine(path, ("unreadable", value.why))
     if not isinstance(value, ArrayNumber):
-        return LeafLine(path, (type(value).__name__, _show_value(value)))
+        return LeafLine(path, (type(value).__name__, show_value(value)))
     leaf = source.saved.leaves[value.number]
     if above + path != leaf.path:
         return LeafLine(path, (f"= {leaf.path}",))
     return array_line(path, leaf, source.saved.meshes)
-
-
-def _show_value(value: Any) -> str:
-    """A value of the tree or of the metadata, as Python prints it."""
-    try:
-        return repr(value)
-    except ValueError:  # Python prints no integers of more than 4300 digits.
-        return hex(value) if type(value) is int else type(value).__name__
-
-
-def _show_writer(writer: Mapping[str, Any]) -> str:
-    """When it was saved, and by what. `_METADATA` may hold anything."""
-    known = {name: text for name, text in writer.items() if isinstance(text, str)}
-    when = known.get("time", "at an unknown time")
-    if when.endswith("+00:00"):
-        when = f"{when[:19].replace('T', ' ')} UTC"
-    library = known.get("library", f"ostraka {known.get('ostraka', '(unknown version)')}")
-    with_jax = f" with jax {known['jax']}" if "jax" in known else ""
-    return f"{when} by {library}{with_jax}"
 
 
 def _show_metrics(source: Source) -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_NUMBERED = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
-_MOST_LEVELS = 50
-"""The rest of a longer path is one name."""
+from ostraka.tree.nodes import MAX_DEPTH
+
+MOST_DIGITS = 600
+"""Longer numbers are plain text. Python refuses to read more than 640 digits where it is told to.
+"""
+_NUMBERED = re.compile(rf"(.*?)(?<!\d)(\d{{1,{MOST_DIGITS}}}+)(\D*)", re.DOTALL)
+"""A name by its last number."""
+_MOST_DOTS = 50
+"""Names with more dots are not taken apart."""
 
 
 @dataclass(slots=True)
@@ -29,15 +35,23 @@ class Block:
     """Equal for blocks with equal names and kinds of leaves below them."""
 
 
-def fold_blocks(paths: Sequence[str], kinds: Sequence[Hashable]) -> Block:
+def separator_of(paths: Iterable[str]) -> str:
+    """A dot if the paths have no levels but such as names of tensors have, else a slash."""
+    has_levels = any("/" in path or path.count(".") > _MOST_DOTS for path in paths)
+    return "/" if has_levels else "."
+
+
+def fold_blocks(
+    paths: Sequence[str], kinds: Sequence[Hashable], separator: str | None = None
+) -> Block:
     """The tree of some leaves, with one block for those that differ only in a number of their name.
 
     Args:
-        paths: The path of each leaf. If none has a slash, they are split at dots, as the names of
-            tensors are.
+        paths: The path of each leaf.
         kinds: Of each leaf, equal for leaves that may become one: dtype, shape, sharding.
+        separator: The character between the names of a path. None for `separator_of(paths)`.
     """
-    separator = "/" if any("/" in path for path in paths) else "."
+    separator = separator or separator_of(paths)
     root = _build(paths, separator)
     _merge_repeats(root, kinds, {})
     _join_only_children(root, separator)
@@ -45,20 +59,29 @@ def fold_blocks(paths: Sequence[str], kinds: Sequence[Hashable]) -> Block:
 
 
 def _build(paths: Sequence[str], separator: str) -> Block:
-    root = Block("", leaves=list(range(len(paths))))
-    known: dict[tuple[int, str], Block] = {}
+    root = Block("")
+    known = {"": root}
+
+    def find(above: str) -> Block:
+        block = known.get(above)
+        if block is None:
+            name = above[:-1].rpartition(separator)[2]
+            block = known[above] = Block(name)
+            find(above[: len(above) - len(name) - 1]).children.append(block)
+        return block
+
     for number, path in enumerate(paths):
-        *above, name = path.split(separator, _MOST_LEVELS)
-        node = root
-        for part in above:
-            child = known.get((id(node), part))
-            if child is None:
-                child = known[id(node), part] = Block(part)
-                node.children.append(child)
-            child.leaves.append(number)
-            node = child
-        node.children.append(Block(name, number, leaves=[number]))
+        name = path.split(separator, MAX_DEPTH)[-1]  # The rest of a longer path is one name.
+        find(path.removesuffix(name)).children.append(Block(name, number, leaves=[number]))
+    _gather_leaves(root)
     return root
+
+
+def _gather_leaves(node: Block) -> None:
+    for child in node.children:
+        if child.leaf is None:
+            _gather_leaves(child)
+        node.leaves += child.leaves
 
 
 def _merge_repeats(node: Block, kinds: Sequence[Hashable], known: dict[Any, int]) -> None:
@@ -119,5 +142,6 @@ def _join_only_children(node: Block, separator: str) -> None:
         while len(child.children) == 1:
             (only,) = child.children
             child.name += f"{separator}{only.name}"
-            child.leaf, child.children, child.repeats = only.leaf, only.children, only.repeats
+            child.leaf, child.children = only.leaf, only.children
+            child.repeats, child.leaves = only.repeats, only.leaves
         _join_only_children(child, separator)
