@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 import ostraka
-from cli_runs import flip, run, run_without, save_model
+from cli_runs import PROGRAM, flip, run, run_on_terminal, run_without, save_model
 from ostraka import integrity
 from ostraka.cli import main
 
@@ -26,7 +25,6 @@ COMMANDS = (
     *("copy", "convert", "merge", "repair", "pin", "unpin", "rm", "gc"),
     *("plan", "completion"),
 )
-PROGRAM = "from ostraka.cli import main; main()"
 
 
 @pytest.fixture
@@ -233,28 +231,6 @@ def test_verbose_adds_the_traceback(arguments: list[str]):
 
 
 # Colours, bars, signals: a real process, on a real terminal where it matters
-
-
-def run_on_terminal(*arguments: object, **environment: str) -> tuple[int, str]:
-    """The exit code, and what stdout and stderr show on a terminal."""
-    master, slave = pty.openpty()
-    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
-    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-    process = subprocess.Popen(
-        command, stdout=slave, stderr=slave, env={**clean, "TERM": "xterm", **environment}
-    )
-    os.close(slave)
-    shown = b""
-    while True:
-        try:
-            part = os.read(master, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    os.close(master)
-    return process.wait(), shown.decode()
 
 
 def test_colours_are_for_terminals_only(checkpoint: Path):

@@ -1,18 +1,13 @@
 """`rm`, `gc` and `repair` ask before they change anything: `--dry-run`, `--yes`, a terminal."""
 
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ostraka
-from cli_runs import run
+from cli_runs import run, run_on_terminal
 
-PROGRAM = "from ostraka.cli import main; main()"
 LEFT = "shards-0123456789abcdef"
 
 
@@ -42,28 +37,6 @@ CASES = {
 
 def words(command: str, root: Path) -> list[str]:
     return [command, *(word.format(root=root) for word in CASES[command][0])]
-
-
-def answer(text: str, *arguments: str) -> tuple[int, str]:
-    """The exit code and the screen of a command on a terminal where somebody types."""
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={**os.environ, "NO_COLOR": "1"},
-    )
-    os.close(slave)
-    os.write(master, text.encode())
-    shown = b""
-    try:
-        while piece := os.read(master, 4096):
-            shown += piece
-    except OSError:  # the other end is closed
-        pass
-    os.close(master)
-    return process.wait(), shown.decode()
 
 
 @pytest.mark.parametrize("command", CASES)
@@ -97,7 +70,7 @@ def test_yes_does_it(root: Path, command: str):
 @pytest.mark.parametrize("command", CASES)
 def test_on_a_terminal_it_asks(root: Path, command: str, text: str):
     before = files(root)
-    code, shown = answer(text, *words(command, root))
+    code, shown = run_on_terminal(*words(command, root), keys=text, NO_COLOR="1")
     # A damaged checkpoint that is left as it is, is a damaged checkpoint.
     assert code == (1 if (command, text) == ("repair", "n\n") else 0)
     asked = CASES[command][1].format(root=root)

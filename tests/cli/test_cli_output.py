@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cli_runs import flip, run, save_model
+from cli_runs import PROGRAM, flip, read_screen, run, save_model
 from ostraka import cli
-
-PROGRAM = "from ostraka.cli import main; main()"
 
 
 def start(*arguments: object, stdout: int, **environment: str) -> subprocess.Popen[bytes]:
@@ -62,17 +60,10 @@ def test_a_terminal_without_colours(tmp_path: Path, term: str, colours: bool):
     terminal, end = pty.openpty()
     process = start("show", checkpoint, stdout=end, TERM=term, NO_COLOR="", FORCE_COLOR="")
     os.close(end)
-    seen = b""
-    try:
-        while piece := os.read(terminal, 1 << 16):
-            seen += piece
-    except OSError:  # how Linux tells that the other end is closed
-        pass
-    finally:
-        os.close(terminal)
+    seen = read_screen(terminal)
     assert process.communicate()[1] == b""
-    assert b"kernel" in seen
-    assert (b"\x1b[" in seen) == colours
+    assert "kernel" in seen
+    assert ("\x1b[" in seen) == colours
 
 
 def test_of_very_many_reasons_a_line_has_a_few(tmp_path: Path):

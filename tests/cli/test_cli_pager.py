@@ -1,7 +1,6 @@
 """Long output on a terminal goes through a pager."""
 
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 
 import ostraka
+from cli_runs import PROGRAM, run_on_terminal
 
-PROGRAM = "from ostraka.cli import main; main()"
 PAGER = "sed s/^/paged:/"
 
 
@@ -24,26 +23,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def on_terminal(*arguments: object, **environment: str) -> list[str]:
     """The lines on a terminal of 80 columns and 24 lines."""
-    master, slave = pty.openpty()
-    left = ("PAGER", "OSTRAKA_PAGER", "LESS", "LINES", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
-    clean = {name: value for name, value in os.environ.items() if name not in left}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={**clean, "TERM": "xterm", **environment},
-    )
-    os.close(slave)
-    shown = b""
-    try:
-        while piece := os.read(master, 1 << 16):
-            shown += piece
-    except OSError:  # the other end is closed
-        pass
-    os.close(master)
-    assert process.wait() == 0
-    return shown.decode().splitlines()
+    code, shown = run_on_terminal(*arguments, **environment)
+    assert code == 0
+    return shown.splitlines()
 
 
 def is_paged(lines: list[str]) -> bool:

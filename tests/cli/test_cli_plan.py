@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from cli_runs import run_without
+from cli_runs import PROGRAM, run_without
 from ostraka.cli import main
 from ostraka.common.units import human_bytes
 
@@ -425,9 +425,8 @@ def test_what_a_factory_prints_does_not_spoil_the_json():
 
 def test_an_output_with_few_characters():
     """A terminal or a pipe that is not of UTF-8."""
-    program = "from ostraka.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", program, "plan", "gpt2", "--mesh", "data=8"],
+        [sys.executable, "-c", PROGRAM, "plan", "gpt2", "--mesh", "data=8"],
         check=True,
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ostraka
-from cli_runs import run
+from cli_runs import PROGRAM, run
 from terminals import Terminal
 
 HOSTILE = [
@@ -54,8 +54,7 @@ def home(tmp_path: Path) -> Path:
     """A directory with files that a star would find, and the command as `ostraka`."""
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "ostraka"
-    program = "from ostraka.cli import main; main()"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}" "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{PROGRAM}" "$@"\n')
     command.chmod(0o755)
     (tmp_path / "xa").touch()
     (tmp_path / "plain,xb").touch()

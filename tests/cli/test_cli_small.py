@@ -10,12 +10,10 @@ import optax
 import pytest
 
 import ostraka
-from cli_runs import run, run_without
+from cli_runs import PROGRAM, run, run_without
 from ostraka import Manager
 from ostraka.manager.steps import Root
 from places import Place
-
-PROGRAM = "from ostraka.cli import main; main()"
 
 
 @pytest.fixture

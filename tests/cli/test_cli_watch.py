@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli_runs import run, run_without
+from cli_runs import PROGRAM, run, run_without
 from ostraka import Manager
 from ostraka.errors import StoreError
 from ostraka.manager.leases import is_lease
@@ -46,8 +46,7 @@ def leases(root: Any) -> list[str]:
 @contextmanager
 def watching(*arguments: object) -> Generator[subprocess.Popen[str]]:
     """The command in a process of its own."""
-    program = "from ostraka.cli import main; main()"
-    command = [sys.executable, "-c", program, "watch", *map(str, arguments)]
+    command = [sys.executable, "-c", PROGRAM, "watch", *map(str, arguments)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -1,5 +1,7 @@
 """The command as tests call it, and checkpoints for it to look at."""
 
+import os
+import pty
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ostraka
 from ostraka.cli import main
 
+PROGRAM = "from ostraka.cli import main; main()"
+"""The command in a Python of its own."""
+_OF_TERMINALS = ("PAGER", "OSTRAKA_PAGER", "LESS", "LINES", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+
 
 @jax.tree_util.register_dataclass
 @dataclass
@@ -27,6 +33,39 @@ class Holder:
 def run(*arguments: object, **environment: str | None) -> Result:
     strings = [str(argument) for argument in arguments]
     return CliRunner(env=environment).invoke(main, strings)
+
+
+def run_on_terminal(*arguments: object, keys: str = "", **environment: str) -> tuple[int, str]:
+    """The exit code and the screen of the command on a terminal where somebody types `keys`.
+
+    The terminal has 80 columns and 24 lines.
+    """
+    terminal, end = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        env={**clean, "TERM": "xterm", **environment},
+    )
+    os.close(end)
+    os.write(terminal, keys.encode())
+    shown = read_screen(terminal)
+    return process.wait(), shown
+
+
+def read_screen(terminal: int) -> str:
+    """All that a terminal shows until its other end is closed. Closes it."""
+    shown = b""
+    try:
+        while piece := os.read(terminal, 1 << 16):
+            shown += piece
+    except OSError:  # how Linux tells that the other end is closed
+        pass
+    finally:
+        os.close(terminal)
+    return shown.decode()
 
 
 def run_without(modules: set[str], *arguments: object) -> None:
