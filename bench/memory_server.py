@@ -201,8 +201,9 @@ def memory_server() -> Generator[Server]:
                 raise RuntimeError("bench.memory_server did not start")
             time.sleep(0.05)
         endpoint = f"http://127.0.0.1:{port}"
-        environment = {**KEYS, "AWS_ENDPOINT_URL": endpoint}
-        yield Server(environment, f"s3://{BUCKET}", endpoint, lambda: None)
+        variable = "AWS_ENDPOINT_URL"
+        environment = {**KEYS, variable: endpoint}
+        yield Server(environment, f"s3://{BUCKET}", endpoint, variable, lambda: None)
     finally:
         process.kill()
         process.wait()
