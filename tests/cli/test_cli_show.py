@@ -495,3 +495,18 @@ def test_the_elements_of_an_array_count_once(shared: Path):
     assert json.loads(run("show", shared, "--nan", "--json").stdout)["nan"] == 1
     assert json.loads(run("show", shared, "again", "--nan", "--json").stdout)["nan"] == 1
     assert "again/y  float32  3 × 5    1    0" in run("show", shared, "again", "--nan").stdout
+
+
+def test_the_line_of_parameters_is_broken_between_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "40")
+    tree = {
+        "model": jnp.ones((64, 64)),
+        "opt_state": {"mu": jnp.ones((64, 64))},
+        "step": jnp.ones(()),
+    }
+    ostraka.save(tmp_path / "c", tree)
+    lines = run("show", tmp_path / "c").stdout.splitlines()
+    assert "4,097 parameters of float32, 32.0 KiB" in lines
+    assert "  (optimizer 16.0 KiB)" in lines

@@ -16,6 +16,7 @@ from ostraka.cli._output import (
     json_number,
     json_text,
     screen_width,
+    wrap,
 )
 from ostraka.common.text import shorten, show_shape, show_value
 from ostraka.errors import count_of, printable
@@ -125,7 +126,7 @@ def parameters_lines(source: Source, groups_by_number: Mapping[int, str]) -> lis
     others = ", ".join(f"{name} {human_size(group.nbytes)}" for name, group in groups.items())
     dtypes = f" of {' and '.join(sorted(found.dtypes))}" if len(found.dtypes) in (1, 2) else ""
     line = f"{count_of(found.elements, 'parameter')}{dtypes}, {total}"
-    return [f"{line} ({others})" if others else line]
+    return wrap(f"{line} ({others})" if others else line)
 
 
 def name_in(source: Source, path: str) -> str:
