@@ -58,7 +58,7 @@ test: $(FULL) torch ## the test suite (TESTS=tests/layout, PYTEST_ARGS=-x)
 
 # The folders that need no store, no device and no process.
 quick: $(FULL) ## the tests of the pure folders, in seconds
-	@$(BIN)/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/common tests/tree tests/layout
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS) tests/common tests/tree tests/layout
 
 buckets: $(FULL) ## all tests in buckets, which the suite has on disk (STORE=google)
 	@OSTRAKA_TEST_STORE=$(STORE) $(BIN)/python -m pytest -n 2 --dist worksteal \
