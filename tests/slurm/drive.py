@@ -110,14 +110,14 @@ def drive(directory: Path) -> None:
     ask("scontrol", "requeue", requeued.number)
     requeued.wait_until("PENDING")
     expect(requeued.restarts() == 1, f"1 restart, not {requeued.restarts()}")
-    requeued.begin_now()
+    requeued.begin_soon()
     requeued.wait_until("COMPLETED")
     requeued.report()
     expect_resumed(requeued, times=1)
 
     limits = ("--time=2", "--signal=TERM@60")
     timed = Job(directory, "timed", "--every=1000", "--seconds-per-step=0.25", options=limits)
-    timed.wait_until("COMPLETED", each=timed.begin_now)
+    timed.wait_until("COMPLETED", each=timed.begin_soon)
     timed.report()
     expect(timed.restarts() >= 1, "the time was not over")
     expect_resumed(timed, times=timed.restarts())
@@ -139,6 +139,8 @@ class Job:
         self.name = name
         self.log = directory / f"{name}.log"
         self.path = directory / "runs" / name
+        self._shortened = "0"
+        """The restart whose wait was shortened last."""
         command = ["sbatch", "--parsable", f"--output={self.log}", *options, "train.sbatch"]
         steps = f"--steps={STEPS}"
         self.number = ask(*command, str(self.path), steps, *args, cwd=EXAMPLE).strip()
@@ -153,10 +155,16 @@ class Job:
     def restarts(self) -> int:
         return int(self.fields()["Restarts"])
 
-    def begin_now(self) -> None:
-        """Skip the two minutes that Slurm lets a requeued job wait."""
-        if self.fields()["JobState"] == "PENDING":
-            ask("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+    def begin_soon(self) -> None:
+        """Shorten the two minutes that Slurm lets a requeued job wait.
+
+        Not to nothing: a job that begins while its node still ends it is killed by Slurm ("Job
+        credential revoked").
+        """
+        fields = self.fields()
+        if fields["JobState"] == "PENDING" and fields["Restarts"] != self._shortened:
+            self._shortened = fields["Restarts"]
+            ask("scontrol", "update", f"JobId={self.number}", "StartTime=now+15")
 
     def wait_for_line(self, start: str) -> None:
         self._wait(lambda: start in self.text(), f"a line {start!r}")
