@@ -107,6 +107,8 @@ def test_a_function_that_stacks_and_one_that_writes():
         ("a.kernel",),
         (3, 2),
     )
+    with pytest.raises(Mismatch, match="rules can't stack leaves into 'all'; give each leaf a ten"):
+        read_names(stack).decompose({"1": (2, 3), "0": (2, 3)})
 
 
 @pytest.mark.parametrize(
