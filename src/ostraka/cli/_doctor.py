@@ -94,8 +94,8 @@ _SCHEMES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az"}
 def doctor(context: click.Context, path: str, timeout_s: float, as_json: bool) -> None:
     """Check this machine, and the storage at PATH.
 
-    It shows the versions of all packages that Ostraka uses, the devices that JAX finds, and the
-    credentials of stores, of which it names only where they are. In PATH (default: the current
+    It shows the versions of all packages that Ostraka uses, the devices that JAX finds, and where
+    it finds credentials of stores. It never prints a credential. In PATH (default: the current
     directory) it writes a few small files and removes them again, to try everything that a save
     needs: exclusive creation, atomic renames, fsync, locks, hard links. It shows the free space,
     and how far the clock of the storage is from the clock of this machine.
