@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
-from ostraka.cli import _measure
+from ostraka.cli import _diff
 from ostraka.cli._diff import (
     CompareOptions,
     Distance,
@@ -27,6 +27,7 @@ from ostraka.cli._diff import (
 from ostraka.common.progress import OnBytes
 from ostraka.formats import open_source
 from ostraka.formats.source import Source
+from ostraka.report import measure
 from ostraka.storage import open_store
 from places import Place
 
@@ -39,7 +40,7 @@ def see_progress(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def progress(what: str, total: int) -> Generator[OnBytes]:
         yield lambda done, total: seen.append((done, total))
 
-    monkeypatch.setattr(_measure, "progress", progress)
+    monkeypatch.setattr(_diff, "progress", progress)
     return seen
 
 
@@ -217,8 +218,8 @@ def test_containers_of_other_kinds(place: Place):
 
 
 def test_progress_tells_all_bytes(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_measure, "PIECE_BYTES", 128)
-    monkeypatch.setattr(_measure, "_ELEMENTS_AT_A_TIME", 5)
+    monkeypatch.setattr(measure, "PIECE_BYTES", 128)
+    monkeypatch.setattr(measure, "_ELEMENTS_AT_A_TIME", 5)
     values = np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)
     other = values.copy()
     other[3, 5] += 1
@@ -234,7 +235,7 @@ def test_progress_tells_all_bytes(place: Place, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_memory_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_measure, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(measure, "PIECE_BYTES", 1 << 20)
     a = saved(place / "a", {"x": np.zeros((64, 1 << 18), np.float32)})
     b = saved(place / "b", {"x": np.ones((64, 1 << 18), np.float32)})
     tracemalloc.start()

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
-from ostraka.cli import _measure
-from ostraka.cli._measure import Statistics, count_not_finite, statistics_of
 from ostraka.common.dtypes import DTYPES, is_inexact
 from ostraka.common.progress import OnBytes
 from ostraka.formats import open_source
 from ostraka.formats.source import Source
+from ostraka.report import measure
+from ostraka.report.measure import Statistics, count_not_finite, statistics_of
 from ostraka.storage import open_store
 
 
@@ -85,8 +85,8 @@ def test_huge_numbers_do_not_raise(tmp_path: Path):
 
 
 def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_measure, "PIECE_BYTES", 256)
-    monkeypatch.setattr(_measure, "_ELEMENTS_AT_A_TIME", 7)
+    monkeypatch.setattr(measure, "PIECE_BYTES", 256)
+    monkeypatch.setattr(measure, "_ELEMENTS_AT_A_TIME", 7)
     mesh = jax.make_mesh((2, 4), ("a", "b"))
     values = np.random.default_rng(1).normal(size=(6, 5, 8)).astype(np.float32)
     tree = {
@@ -101,8 +101,7 @@ def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def progress(what: str, total: int) -> Generator[OnBytes]:
         yield lambda done, total: seen.append((done, total))
 
-    monkeypatch.setattr(_measure, "progress", progress)
-    found = statistics_of(source, [0, 1, 2])
+    found = statistics_of(source, [0, 1, 2], progress=progress)
     assert found[0].mean == pytest.approx(values.mean(dtype=np.float64))
     assert found[0].std == pytest.approx(values.std(dtype=np.float64))
     assert (found[1].count, found[1].least, found[1].most) == (5000, 0.0, 4999.0)
@@ -137,7 +136,7 @@ def test_statistics_add_like_numbers(values: list[float], one: int, other: int):
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_measure, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(measure, "PIECE_BYTES", 1 << 20)
     source = saved(tmp_path / "c", {"x": np.zeros((64, 1 << 18), np.float32)})
     tracemalloc.start()
     try:
@@ -183,8 +182,8 @@ def test_which_dtypes_may_have_some(name: str):
 
 
 def test_counting_is_done_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_measure, "PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(_measure, "_SMALL_BYTES", 1 << 10)
+    monkeypatch.setattr(measure, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(measure, "_SMALL_BYTES", 1 << 10)
     array = np.zeros((300, 1000), np.float32)
     array[::100, 7] = np.nan
     source = saved(tmp_path / "c", {"x": array})

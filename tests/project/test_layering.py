@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "ostraka"
 LAYERS = (
     "errors _version | common | tree | layout | storage | families processes | formats | live",
     "sharding | reading | saving | restoring | integrity | transfer | planner exercises | manager",
+    "report",
     "compat | cli testing | __init__",
 )
 HEIGHT = {

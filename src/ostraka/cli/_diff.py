@@ -20,7 +20,6 @@ import numpy as np
 from ostraka.cli._arguments import flag, json_option, names_option, option, path_argument
 from ostraka.cli._errors import DIFFERENT
 from ostraka.cli._fold import fold
-from ostraka.cli._measure import Array, add_up, as_numbers
 from ostraka.cli._output import (
     Table,
     echo_json,
@@ -28,16 +27,17 @@ from ostraka.cli._output import (
     human_number,
     human_share,
     human_size,
-    json_number,
+    progress,
     screen_lines,
 )
 from ostraka.cli._tree import LeafRow
-from ostraka.common.text import shorten, show_shape, show_value
+from ostraka.common.text import json_number, shorten, show_shape, show_value
 from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import Source
 from ostraka.reading.locate import open_at, read_whole
 from ostraka.reading.show import show_sharding
+from ostraka.report.measure import Array, add_up, as_numbers
 from ostraka.storage import PathLike
 from ostraka.tree.blocks import separator_of
 from ostraka.tree.nodes import ArrayNumber, Branch, Kept, Leaf, UnreadableLeaf, leaves_of
@@ -442,7 +442,8 @@ def compare(a: Source, b: Source, options: CompareOptions) -> TreeComparison:
         and a.saved.leaves[one.number].shape == b.saved.leaves[other.number].shape
     }
     measure = partial(_measure, options)
-    distances = add_up("comparing", [a, b], sorted({*pairs.values()}), measure, Distance())
+    numbers = sorted({*pairs.values()})
+    distances = add_up("comparing", [a, b], numbers, measure, Distance(), progress)
     leaves: list[LeafComparison] = []
     for path in in_a | in_b:
         one = _describe(a, path, in_a[path]) if path in in_a else None

@@ -9,11 +9,11 @@ import click
 
 from ostraka.cli._arguments import json_option, path_argument
 from ostraka.cli._output import Table, echo_json, echo_lines, human_size
-from ostraka.cli._roots import checkpoints_at
 from ostraka.errors import OstrakaError, count_of
 from ostraka.formats.source import Source
 from ostraka.reading.groups import OPTIMIZER, OTHER, PARAMETERS, groups_of, totals_by_group
 from ostraka.reading.locate import open_at
+from ostraka.report.steps import checkpoints_at
 from ostraka.storage import open_store
 
 _GROUPS = (PARAMETERS, OPTIMIZER, OTHER)

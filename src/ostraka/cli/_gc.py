@@ -9,7 +9,7 @@ import click
 from ostraka.cli._arguments import json_option, path_argument
 from ostraka.cli._confirm import Consent, consent_options
 from ostraka.cli._output import Table, echo, echo_json, echo_lines, human_size
-from ostraka.cli._roots import removal_lines
+from ostraka.cli._steps import removal_lines
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,

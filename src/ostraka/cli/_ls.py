@@ -11,13 +11,7 @@ import click
 from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED, FAILED
 from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size
-from ostraka.cli._roots import (
-    describe_step,
-    is_forbidden,
-    lost_files,
-    open_root,
-    show_metrics,
-)
+from ostraka.cli._steps import show_metrics
 from ostraka.cli._verify import check
 from ostraka.common.text import shorten
 from ostraka.common.threads import StopSignal, run_all
@@ -25,6 +19,7 @@ from ostraka.errors import Problem, count_of, printable
 from ostraka.formats.ostraka.damage import MISSING
 from ostraka.formats.unknown import likely_steps
 from ostraka.manager.steps import Root, Step, ascending
+from ostraka.report.steps import describe_step, is_forbidden, lost_files, open_root
 
 _PROBLEM_WIDTH = 60
 

@@ -8,7 +8,6 @@ through a pager.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import click
 
 from ostraka.common.progress import OnBytes
-from ostraka.common.text import is_long, shorten
+from ostraka.common.text import shorten
 from ostraka.common.threads import TooDeep, with_full_stack
 from ostraka.common.units import human_bytes
 from ostraka.errors import printable
@@ -278,13 +277,6 @@ def json_text(document: Any, *, indent: int | None = None) -> str:
         raise click.ClickException(
             "the checkpoint's metadata is nested too deep to show"
         ) from error
-
-
-def json_number(value: Any) -> Any:
-    """A number for JSON. NaN and infinity, which JSON lacks, and long integers become strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return hex(value) if is_long(value) else value
 
 
 @contextmanager

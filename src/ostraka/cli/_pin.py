@@ -6,9 +6,9 @@ import click
 
 from ostraka.cli._arguments import json_option, path_argument
 from ostraka.cli._output import echo_json, echo_lines
-from ostraka.cli._roots import step_at
 from ostraka.errors import printable
 from ostraka.manager.annotate import annotate
+from ostraka.report.steps import step_at
 
 
 @click.command()

@@ -9,8 +9,8 @@ from ostraka.cli._arguments import json_option, path_argument, repeated
 from ostraka.cli._confirm import Consent, consent_options
 from ostraka.cli._errors import DAMAGED
 from ostraka.cli._output import echo, echo_json, echo_lines, progress, wrap
-from ostraka.cli._roots import checkpoints_at
 from ostraka.errors import count_of, printable
+from ostraka.report.steps import checkpoints_at
 
 
 @click.command()

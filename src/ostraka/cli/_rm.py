@@ -10,11 +10,12 @@ import click
 from ostraka.cli._arguments import complete_steps, flag, json_option, parsed, path_argument
 from ostraka.cli._confirm import Consent, consent_options
 from ostraka.cli._output import Table, echo, echo_json, echo_lines, human_age, human_size
-from ostraka.cli._roots import file_bytes, open_root, removal_lines
+from ostraka.cli._steps import removal_lines
 from ostraka.errors import count_of
 from ostraka.layout.file_names import step_of
 from ostraka.manager.retain import remove_step
 from ostraka.manager.steps import Root, Step, no_such_step
+from ostraka.report.steps import file_bytes, open_root
 
 
 def _parse_step(text: str) -> int:

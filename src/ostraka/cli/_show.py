@@ -28,6 +28,7 @@ from ostraka.cli._output import (
     echo_lines,
     human_number,
     human_size,
+    progress,
     screen_lines,
     screen_width,
 )
@@ -42,7 +43,7 @@ from ostraka.tree.nodes import escape
 from ostraka.tree.patterns import matches
 
 if TYPE_CHECKING:
-    from ostraka.cli._measure import Statistics
+    from ostraka.report.measure import Statistics
 
 _COLUMNS = ("leaf", "dtype", "shape", "spec", "size")
 _STATISTICS = ("least", "most", "mean", "std", "nan", "inf")
@@ -148,10 +149,10 @@ def _show(
             raise click.UsageError(f"{name} needs the path of one array, and {given}")
     found: Mapping[int, Statistics] = {}
     if stats:
-        from ostraka.cli._measure import statistics_of
+        from ostraka.report.measure import statistics_of
 
         numbers = {row.number for row in chosen if row.number is not None}
-        found = statistics_of(source, sorted(numbers))
+        found = statistics_of(source, sorted(numbers), progress=progress)
     if depth is not None and not as_json:
         chosen = _tree.summed_up(chosen, depth)
     if sort != "tree":

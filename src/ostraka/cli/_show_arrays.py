@@ -12,24 +12,24 @@ import click
 import numpy as np
 
 from ostraka.cli import _tree
-from ostraka.cli._measure import Statistics, as_numbers, count_not_finite, statistics_of
 from ostraka.cli._output import (
     Table,
     echo_json,
     echo_lines,
     human_number,
     human_size,
-    json_number,
+    progress,
 )
 from ostraka.cli._tree import LeafRow
 from ostraka.common.dtypes import is_inexact, numpy_dtype
-from ostraka.common.text import show_shape
+from ostraka.common.text import json_number, show_shape
 from ostraka.errors import InvalidSharding, count_of, printable
 from ostraka.formats.source import Source
 from ostraka.layout import box as _box
 from ostraka.layout.spec import LeafSpec, Target
 from ostraka.reading.lazy import bounding_box
 from ostraka.reading.show import show_dtype, show_sharding
+from ostraka.report.measure import Statistics, as_numbers, count_not_finite, statistics_of
 from ostraka.sharding.drawing import draw
 from ostraka.sharding.leaves import every_dimension
 
@@ -52,7 +52,7 @@ def show_leaf(
     leaf = source.saved.leaves[row.number]
     drawing = _draw(source, leaf, dimensions)
     elements = None if index is None else _read_slice(source, row.number, index)
-    found = statistics_of(source, [row.number])[row.number] if stats else None
+    found = statistics_of(source, [row.number], progress=progress)[row.number] if stats else None
     if as_json:
         document = _tree.describe_row(source.saved, row)
         document |= {"checkpoint": source.location, "boxes": _describe_boxes(source, row.number)}
@@ -269,5 +269,5 @@ def _count(source: Source, rows: Sequence[LeafRow]) -> dict[str, Statistics]:
     for row in rows:
         if row.number is not None and is_inexact(leaves[row.number].dtype):
             arrays.setdefault(row.number, row)
-    counted = statistics_of(source, arrays, count_not_finite)
+    counted = statistics_of(source, arrays, count_not_finite, progress)
     return found | {arrays[number].path: counts for number, counts in counted.items()}

@@ -13,12 +13,11 @@ from ostraka.cli._output import (
     Table,
     human_seconds,
     human_size,
-    json_number,
     json_text,
     screen_width,
     wrap,
 )
-from ostraka.common.text import shorten, show_shape, show_value
+from ostraka.common.text import json_number, shorten, show_shape, show_value
 from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import CONFIG, Saved, Source
@@ -27,7 +26,7 @@ from ostraka.reading.show import show_dtype, show_sharding, show_writer, text_in
 from ostraka.tree.nodes import ArrayNumber, Kept, UnreadableLeaf, leaves_of, unescape
 
 if TYPE_CHECKING:
-    from ostraka.cli._measure import Statistics
+    from ostraka.report.measure import Statistics
 
 _VALUE_WIDTH = 60
 _MOST_HOSTS = 4

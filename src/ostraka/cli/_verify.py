@@ -20,9 +20,9 @@ from ostraka.cli._output import (
     progress,
     wrap,
 )
-from ostraka.cli._roots import checkpoints_at
 from ostraka.common.text import shorten
 from ostraka.errors import count_of, printable
+from ostraka.report.steps import checkpoints_at
 
 _MOST_LINES = 20
 """Problems listed for one checkpoint. With --json you get all."""

@@ -15,10 +15,11 @@ import click
 
 from ostraka.cli._arguments import flag, json_option, option, parsed, path_argument
 from ostraka.cli._output import echo, echo_json, human_size
-from ostraka.cli._roots import describe_step, open_root, show_metrics
+from ostraka.cli._steps import show_metrics
 from ostraka.errors import printable
 from ostraka.manager.steps import Root
 from ostraka.manager.watch import BACKLOG, Watch
+from ostraka.report.steps import describe_step, open_root
 from ostraka.storage import open_store
 
 

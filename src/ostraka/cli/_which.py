@@ -6,8 +6,8 @@ import click
 
 from ostraka.cli._arguments import json_option, path_argument
 from ostraka.cli._output import echo, echo_json
-from ostraka.cli._roots import open_root
 from ostraka.errors import CheckpointNotFound, printable
+from ostraka.report.steps import open_root
 
 
 @click.command()

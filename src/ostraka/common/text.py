@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -32,3 +33,10 @@ def show_value(value: Any) -> str:
 def is_long(value: Any) -> TypeGuard[int]:
     """True for an integer that Python may not write in decimal."""
     return type(value) is int and value.bit_length() > 3 * _MOST_DIGITS
+
+
+def json_number(value: Any) -> Any:
+    """A number for JSON. NaN and infinity, which JSON lacks, and long integers become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return hex(value) if is_long(value) else value

@@ -1,14 +1,12 @@
-"""Directories of steps: their checkpoints, and the columns that commands print for a step."""
+"""Directories of steps: their checkpoints, and what is told about a step. No JAX."""
 
 from __future__ import annotations
 
 from errno import EACCES, EPERM
 from typing import Any
 
-import click
-
-from ostraka.cli._output import Table, human_number, human_size, json_number
-from ostraka.errors import CheckpointNotFound, Problem, printable
+from ostraka.common.text import json_number
+from ostraka.errors import CheckpointNotFound, Problem
 from ostraka.formats import is_orbax, open_source
 from ostraka.formats.ostraka.damage import MISSING, other_size
 from ostraka.formats.safetensors.files import has_safetensors
@@ -125,23 +123,3 @@ def describe_step(root: Root, step: Step) -> dict[str, Any]:
         "bytes": file_bytes(root, step),
         "metrics": {name: json_number(value) for name, value in step.metrics.items()},
     }
-
-
-def show_metrics(step: Step) -> str:
-    """The metrics of a step for people: `loss=2.5 accuracy=0.7`."""
-    return " ".join(f"{printable(name)}={human_number(v)}" for name, v in step.metrics.items())
-
-
-def removal_lines(
-    location: str, table: Table, what: str, nbytes: int, *, removed: bool
-) -> list[str]:
-    """The lines about a removal from a directory, done or planned."""
-    total = f"{what}, {human_size(nbytes)}"
-    verb = "removed from" if removed else "would go from"
-    return [
-        f"{verb} {click.style(printable(location), bold=True)}",
-        "",
-        *table.lines(),
-        "",
-        total,
-    ]

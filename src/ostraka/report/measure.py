@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import starmap
@@ -13,8 +14,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from ostraka.cli._output import progress
 from ostraka.common.dtypes import numpy_dtype
+from ostraka.common.progress import OnBytes
 from ostraka.common.threads import StopSignal, batches, run_as_completed
 from ostraka.formats.source import Source
 from ostraka.layout import box as _box
@@ -35,6 +36,15 @@ class Addable(Protocol):
 
 Total = TypeVar("Total", bound=Addable)
 
+Progress = Callable[[str, int], AbstractContextManager[OnBytes]]
+"""Shows how many bytes of some work are done. It takes the name of the work and all its bytes."""
+
+
+@contextmanager
+def _unseen(what: str, total_bytes: int) -> Generator[OnBytes]:
+    yield lambda done, total: None
+
+
 PIECE_BYTES = 16 << 20
 """The largest piece in memory. Smaller ones are read together, up to this size."""
 _SMALL_BYTES = 1 << 20
@@ -50,11 +60,12 @@ def add_up(
     leaves: Iterable[Numbers],
     measure: Callable[..., Total],
     zero: Total,
+    progress: Progress = _unseen,
 ) -> dict[Numbers, Total]:
     """The sum of `measure` over each of `leaves`, a few elements of each source at a time.
 
     Leaves that are measured together have one shape. Memory use is bounded, and all bytes are
-    verified. A bar shows the progress of `what`.
+    verified. `progress` shows how far `what` has come.
     """
 
     def read_and_measure(batch: list[Targets]) -> tuple[list[tuple[Targets, Total]], int]:
@@ -188,10 +199,13 @@ def _summarize(elements: Array) -> Statistics:
 
 
 def statistics_of(
-    source: Source, leaves: Iterable[int], measure: Callable[[Array], Statistics] = _summarize
+    source: Source,
+    leaves: Iterable[int],
+    measure: Callable[[Array], Statistics] = _summarize,
+    progress: Progress = _unseen,
 ) -> dict[int, Statistics]:
     """The statistics of some leaves, by their numbers. `measure` returns those of some elements."""
-    found = add_up("reading", [source], zip(leaves), measure, Statistics())
+    found = add_up("reading", [source], zip(leaves), measure, Statistics(), progress)
     return {leaf: total for (leaf,), total in found.items()}
 
 

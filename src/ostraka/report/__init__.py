@@ -1,0 +1,1 @@
+"""Runs, checkpoints, comparisons and plans as pages to look at. No JAX."""
