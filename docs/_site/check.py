@@ -206,7 +206,7 @@ def check_in_browser(site: Path, screenshots: Path | None) -> list[str]:
     """What is wrong with the pages in a browser, one sentence each."""
     problems: list[str] = []
     names = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
-    with _serve(site) as address, _start_browser() as browser:
+    with _serve(site) as address, start_browser() as browser:
         browser.open("about:blank")
         browser.requested()  # forget what the browser's own first page needed
         for width in WIDTHS_PX:
@@ -273,7 +273,7 @@ def _serve(folder: Path) -> Generator[str]:
 
 
 @contextmanager
-def _start_browser() -> Generator[Browser]:
+def start_browser() -> Generator[Browser]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

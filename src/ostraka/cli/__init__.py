@@ -25,6 +25,9 @@ _SECTIONS = {
         "watch": "Print each step of the directory ROOT as it is committed",
         "doctor": "Check this machine, and the storage at PATH",
     },
+    "Look": {
+        "report": "Write a page that shows each PATH: a run directory or a checkpoint",
+    },
     "Change": {
         "copy": "Copy the checkpoint at SRC to DST",
         "convert": "Write the checkpoint at SRC in another format, to DST",

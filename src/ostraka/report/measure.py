@@ -41,7 +41,8 @@ Progress = Callable[[str, int], AbstractContextManager[OnBytes]]
 
 
 @contextmanager
-def _unseen(what: str, total_bytes: int) -> Generator[OnBytes]:
+def unseen(what: str, total_bytes: int) -> Generator[OnBytes]:
+    """Show nothing."""
     yield lambda done, total: None
 
 
@@ -60,7 +61,7 @@ def add_up(
     leaves: Iterable[Numbers],
     measure: Callable[..., Total],
     zero: Total,
-    progress: Progress = _unseen,
+    progress: Progress = unseen,
 ) -> dict[Numbers, Total]:
     """The sum of `measure` over each of `leaves`, a few elements of each source at a time.
 
@@ -202,7 +203,7 @@ def statistics_of(
     source: Source,
     leaves: Iterable[int],
     measure: Callable[[Array], Statistics] = _summarize,
-    progress: Progress = _unseen,
+    progress: Progress = unseen,
 ) -> dict[int, Statistics]:
     """The statistics of some leaves, by their numbers. `measure` returns those of some elements."""
     found = add_up("reading", [source], zip(leaves), measure, Statistics(), progress)

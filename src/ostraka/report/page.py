@@ -1,0 +1,77 @@
+"""A page: one self-contained HTML file that shows documents. No JAX, no request, no other file.
+
+The scripts in `assets/` are plain ES modules. `render` joins them into one, so the page needs no
+server. They create text nodes only, never markup, so no name in a checkpoint becomes markup. The
+Content-Security-Policy allows just this script and this style.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from ostraka.report.schema import Page
+
+_MODULES = ("base", "charts", "run", "checkpoint", "comparison", "plan", "main")
+"""In the order of their imports. A name at the top of a module is unique among all modules."""
+_IMPORT = re.compile(r"^import\s[^;]*?from\s+\"\./\w+\.js\";\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(async )?(function|const|class)\b)", re.MULTILINE)
+
+
+def render(page: Page) -> str:
+    """The HTML of a page."""
+    script, style = _script(), _style()
+    reach = "'none'" if page["live"] is None else "'self'"
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        f"img-src data:; connect-src {reach}; base-uri 'none'; form-action 'none'"
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{html.escape(page["title"])}</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page needs JavaScript. ostraka show, ls and plan print the same numbers.</noscript>
+<main id="page"></main>
+<script type="application/json" id="data">{embed(page)}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def embed(document: Any) -> str:
+    """A document as JSON that can stand in a script element. Raises ValueError for NaN."""
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _script() -> str:
+    sources = [_asset(f"{name}.js") for name in _MODULES]
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", source)) for source in sources)
+
+
+@cache
+def _style() -> str:
+    return _asset("style.css")
+
+
+def _asset(name: str) -> str:
+    return (resources.files("ostraka.report") / "assets" / name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

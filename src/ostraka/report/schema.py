@@ -1,0 +1,344 @@
+"""The JSON documents that pages, the terminal and `--json` show. Pure.
+
+A page shows one or several documents: a run, a checkpoint, a comparison or a plan. All sizes are in
+bytes, times in seconds, and points in time in seconds since 1970. NaN and infinity are the strings
+`"nan"`, `"inf"` and `"-inf"`. A field is None if its value is unknown or does not apply.
+
+Tables with a row per leaf or file are stored by column, so that 100,000 rows stay small. A column
+of texts that repeat is stored as `Coded`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+SCHEMA = 1
+"""It grows if a field changes its meaning or goes away. New fields do not change it."""
+
+Number = float | int | Literal["nan", "inf", "-inf"]
+StepState = Literal["committed", "verified", "damaged", "forbidden", "unsupported"]
+"""`committed`: all files are listed with their sizes. `verified`: all bytes were read as well."""
+FileState = Literal["present", "verified", "missing", "damaged", "unread"]
+"""`present`: listed with its size. `unread`: nobody looked."""
+
+
+class Coded(TypedDict):
+    """A column of texts: the distinct texts, and for each row the number of its text, or -1."""
+
+    texts: list[str]
+    codes: list[int]
+
+
+class Totals(TypedDict):
+    """The arrays of a checkpoint together, each counted once however many paths it has."""
+
+    arrays: int
+    leaves: int
+    """Paths, with values that are no arrays."""
+    elements: int
+    parameters: int
+    bytes: int
+    """The bytes of the elements."""
+    stored_bytes: int
+    """The bytes of the files, with parity."""
+    files: int
+
+
+class Saved(TypedDict):
+    """Who saved a checkpoint, when, and how long it took."""
+
+    at: float | None
+    text: str
+    """`2026-11-18 10:00:00 UTC by ostraka 0.1.0 with jax 0.10.2`."""
+    hosts: list[str]
+    """The host of each process."""
+    phases: dict[str, float]
+    """The seconds of each phase on process 0, in order: wait, capture, agree, plan, write, …"""
+    blocked_s: float | None
+    """How long the loop waited."""
+    background_s: float | None
+    """How long the save went on in the background."""
+    process_bytes: list[int]
+    """The bytes that each process wrote. Empty if unknown."""
+    process_s: list[float]
+    """How long each process wrote. Empty if unknown."""
+
+
+# A run
+
+
+class RunStep(TypedDict):
+    """One step of a run."""
+
+    step: int
+    path: str
+    saved_at: float | None
+    bytes: int | None
+    state: StepState
+    format: Literal["ostraka", "orbax"]
+    pinned: bool
+    best: list[str]
+    """The metrics by which no other step is better."""
+    mirrored: bool | None
+    """None without a mirror."""
+    held: int
+    """The number of readers that hold it."""
+    goes_next: bool
+    """True if retention deletes it with the next save."""
+    metrics: dict[str, Number]
+    groups: dict[str, int] | None
+    """Bytes by group: parameters, optimizer, other. None if the step was not looked into."""
+    blocked_s: float | None
+    background_s: float | None
+    problems: list[str]
+
+
+class RunDocument(TypedDict):
+    """A directory of steps."""
+
+    schema: int
+    kind: Literal["run"]
+    path: str
+    at: float
+    """When it was looked at."""
+    steps: list[RunStep]
+    """Ascending."""
+    bytes: int
+    metrics: dict[str, dict[str, Any]]
+    """By name: `better` ("low", "high" or None), `best_step`, `latest`."""
+    rules: dict[str, Any] | None
+    """The Manager's arguments about when to save and what to keep. None if no Manager said."""
+    writer: dict[str, Any] | None
+    """The Manager that writes now: `host`, `since`. None if there is none."""
+    advice: dict[str, Any] | None
+    """`ostraka.Advice` of the last run, with `every_steps` and `every_s` as they were measured."""
+    mirror: dict[str, Any] | None
+    """`path`, `steps`, `newest`, `waiting` (steps without a copy), `lag_s`, `problem`."""
+    space: dict[str, Any] | None
+    """`free_bytes`, `total_bytes`, `saves_left`. None for buckets."""
+    notes: list[str]
+
+
+# A checkpoint
+
+
+class LeafTable(TypedDict):
+    """The leaves of a checkpoint in tree order, by column."""
+
+    path: list[str]
+    dtype: Coded
+    """For values that are no arrays, their type."""
+    shape: list[list[int] | None]
+    """None for values that are no arrays."""
+    bytes: list[int]
+    """0 if an earlier path has the same array."""
+    group: Coded
+    """parameters, optimizer or other."""
+    sharding: Coded
+    same_as: dict[str, int]
+    """By row number: the first row with the same array."""
+    values: dict[str, str]
+    """By row number: the text of a value that is no array."""
+
+
+class LeafBox(TypedDict):
+    """A stored slice of a leaf."""
+
+    box: list[list[int]]
+    """Start and stop along each dimension."""
+    file: int
+    """The row in `FileTable`."""
+    offset: int
+    bytes: int
+    stored_bytes: int
+
+
+class LeafValues(TypedDict):
+    """The values of an array, which were read and verified."""
+
+    count: int
+    least: Number | None
+    most: Number | None
+    mean: Number | None
+    std: Number | None
+    norm: Number | None
+    """The square root of the sum of squares."""
+    nan: int
+    infinite: int
+    zero: int
+    histogram: dict[str, Any]
+    """`edges` (one more than `counts`) and `counts`, of the finite values."""
+    slice: dict[str, Any]
+    """`index`, `shape` and `values`: the first elements, nested as the shape says."""
+    problem: str | None
+    """Why they could not be read."""
+
+
+class LeafDetails(TypedDict):
+    """One array in full."""
+
+    path: str
+    mesh: dict[str, int] | None
+    spec: list[list[str]]
+    """For each dimension the mesh axes that it is sharded along."""
+    grid: list[int]
+    """The number of shards along each dimension."""
+    devices: list[list[int]]
+    """For each shard, in row-major order, the devices that held it."""
+    boxes: list[LeafBox]
+    values: LeafValues | None
+    """None if they were not read."""
+
+
+class FileTable(TypedDict):
+    """The files of a checkpoint, by column."""
+
+    name: list[str]
+    bytes: list[int]
+    kind: Coded
+    """shard, parity, index or metadata."""
+    process: list[int | None]
+    host: Coded
+    state: Coded
+    """A `FileState`."""
+
+
+class Integrity(TypedDict):
+    """What is known about the files."""
+
+    state: StepState
+    read: bool
+    """True if all bytes were read and compared."""
+    has_checksums: bool
+    problems: list[str]
+    parity: dict[str, Any] | None
+    """`count`, `covers`, and `groups`: lists of rows in `FileTable`."""
+    restorable: bool | None
+    """For a damaged checkpoint: True if parity covers all damage."""
+    repair: str | None
+    """The command that repairs it."""
+
+
+class CheckpointDocument(TypedDict):
+    """One checkpoint of any format."""
+
+    schema: int
+    kind: Literal["checkpoint"]
+    path: str
+    format: Literal["ostraka", "orbax", "safetensors"]
+    id: str
+    step: int | None
+    metrics: dict[str, Number]
+    pinned: bool
+    saved: Saved
+    totals: Totals
+    groups: dict[str, int]
+    """Bytes by group."""
+    dtypes: dict[str, int]
+    """Bytes by dtype."""
+    hosts: dict[str, int]
+    """Stored bytes by host."""
+    meshes: list[dict[str, int]]
+    processes: int
+    devices: int
+    leaves: LeafTable
+    by_host: dict[str, dict[str, int]]
+    """Stored bytes by host and by the first names of the tree."""
+    files: FileTable
+    integrity: Integrity
+    details: dict[str, LeafDetails]
+    """By row number, for as many leaves as the page has room for. A board fetches the others."""
+    notes: list[str]
+
+
+# A comparison
+
+
+class ComparisonTable(TypedDict):
+    """The leaves of two checkpoints, by column."""
+
+    path: list[str]
+    state: Coded
+    """same, different, only in a, only in b."""
+    what: Coded
+    """The aspects that differ: shape, dtype, sharding, value, …"""
+    elements: list[int]
+    changed: list[int | None]
+    """Elements that differ. None if they were not compared."""
+    norm_a: list[Number | None]
+    norm_b: list[Number | None]
+    norm_delta: list[Number | None]
+    relative: list[Number | None]
+    """norm_delta / norm_a."""
+    nan: list[int]
+    """NaN and infinite elements in b."""
+    layer: Coded
+    """The row in the heat map: the block, such as `model/blocks/3`."""
+    role: Coded
+    """The column: q, k, v, o, up, down, norm, embedding, bias, …"""
+    group: Coded
+    flag: Coded
+    """frozen, dead, exploding, nan, or -1."""
+
+
+class ComparisonDocument(TypedDict):
+    """Two checkpoints, or two steps of a run and the steps between them."""
+
+    schema: int
+    kind: Literal["comparison"]
+    a: dict[str, Any]
+    """`path`, `step`, `saved_at`."""
+    b: dict[str, Any]
+    same: bool
+    counts: dict[str, int]
+    """Leaves by state."""
+    leaves: ComparisonTable
+    flags: list[dict[str, Any]]
+    """`flag`, `path`, `why`: what a person should look at, the worst first."""
+    along: dict[str, Any] | None
+    """`steps`, `layers`, `relative` (layers × pairs of steps) and `flags`, along a whole run."""
+    notes: list[str]
+
+
+# A plan
+
+
+class PlanVariant(TypedDict):
+    """A planned checkpoint."""
+
+    name: str
+    inputs: dict[str, Any]
+    """`source`, `mesh`, `dtype`, `optimizer`, `hosts`, `bandwidths`, …"""
+    plan: dict[str, Any]
+    """The document of `ostraka plan --json`."""
+    host_bytes: list[int]
+    """Bytes of each host, or of evenly chosen ones if there are many."""
+    file_bytes: dict[str, Any]
+    """A histogram of file sizes: `edges` and `counts`."""
+
+
+class PlanDocument(TypedDict):
+    """One planned checkpoint, or several side by side."""
+
+    schema: int
+    kind: Literal["plan"]
+    title: str
+    variants: list[PlanVariant]
+    comparison: list[dict[str, Any]]
+    """The rows of `ostraka plan --compare`."""
+    choices: dict[str, Any]
+    """The sliders: `meshes`, `dtypes`, `bandwidths`, and the variant of each combination."""
+
+
+Document = RunDocument | CheckpointDocument | ComparisonDocument | PlanDocument
+
+
+class Page(TypedDict):
+    """The contents of a page."""
+
+    title: str
+    at: float
+    """When it was made."""
+    documents: list[Document]
+    live: dict[str, Any] | None
+    """On a board: the addresses of its documents and events. None in a file."""
