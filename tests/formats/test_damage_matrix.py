@@ -322,7 +322,7 @@ def test_what_is_read_in_part_is_right_or_not_returned(subjects: Subjects):
                 except Damaged:
                     right.append(False)
             found.add((any(right), all(right)))
-    assert found == {(True, False)}, "damage to one file hurts the rows in it, and no others"
+    assert found == {(True, False)}, "damage to one file affects the rows in it, and no others"
 
 
 # Whole files
@@ -369,18 +369,18 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 """What may become of a file. Half of an index or of `_METADATA` is never zeros."""
 
 
-def find_damage(subject: Subject, damaged: set[str], *, hurt: set[str] | None = None) -> None:
+def find_damage(subject: Subject, damaged: set[str], *, affected: set[str] | None = None) -> None:
     """All damaged files are named and no others; a leaf is read right, or not at all.
 
-    `hurt` are leaves that must be named, and no others but those that lie in the same file.
+    `affected` are leaves that must be named, and no others but those that lie in the same file.
     """
     problems = ostraka.verify(subject.path, raises=False).problems
     assert {problem.file for problem in problems} == damaged, (damaged, problems)
     in_them = {leaf for file in damaged for leaf in subject.map.leaves_in(file)}
     named = {leaf for problem in problems for leaf in problem.leaves}
     assert named <= in_them, problems
-    if hurt is not None:
-        assert hurt <= named, (hurt - named, problems)
+    if affected is not None:
+        assert affected <= named, (affected - named, problems)
     checkpoint = ostraka.open(subject.path)
     processes = {subject.map.process_of[file] for file in damaged & {*subject.map.indexes}}
     of_index = {
@@ -415,7 +415,7 @@ def test_changed_files(subjects: Subjects, kind: str):
                         work(subject.path)
                 continue
             is_lost = name in ("deleted", "emptied", "zeroed", "cut to its start")
-            find_damage(subject, {file}, hurt=subject.map.leaves_in(file) if is_lost else None)
+            find_damage(subject, {file}, affected=subject.map.leaves_in(file) if is_lost else None)
             problems = ostraka.verify(subject.path, raises=False).problems
             if name == "deleted":
                 assert {problem.found for problem in problems} == {"it is missing"}
