@@ -5,6 +5,7 @@ What is said is compared with a map of the bytes that the safetensors package ma
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from damage_map import DamageMap, StoredBox
 from figures import Figures
+from manual import find_block
 from mounts import lose_sectors
 from nnx_models import Block
 from ostraka.errors import CheckpointNotFound, Damaged, DegradedRead, Problem, store_error
@@ -548,6 +550,24 @@ def test_what_is_told_of_one_lost_file(subjects: Subjects):
         report = ostraka.verify(subject.path, raises=False)
         assert report.damaged_leaves["kernel"] == 0.25
         assert "1 of 4 shard files, written by process 3" in str(report)
+
+
+def test_the_manual_shows_a_problem(subjects: Subjects):
+    """durability.md shows the report, checksums.md its second line."""
+    subject = subjects("processes")
+    file = subject.map.shards[2]
+    box = subject.map.boxes[file][0]
+    with flipped(subject.path / file, box.start, 1):
+        report = ostraka.verify(subject.path, raises=False)
+    (problem,) = report.problems
+    first, second = str(report), problem.explain()
+    for name, shown in {str(subject.path): "runs/7", f"on {problem.host}": "on node7"}.items():
+        first, second = first.replace(name, shown), second.replace(name, shown)
+    second = re.sub("shards-[0-9a-f]{16}", "shards-5dd324aae6ba37ae", second)
+    brief = f"{first.rpartition(' files, ')[0]} files, …)"
+    shown = find_block("docs/maintainers/durability.md", "runs/7: ")
+    assert " ".join(shown.split()) == f"{brief} {second}"
+    assert " ".join(find_block("docs/explanation/checksums.md", "shards-").split()) == second
 
 
 def place_of(subject: Subject, leaf: str) -> tuple[str, StoredBox]:
