@@ -14,11 +14,10 @@ import builtins
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -141,11 +140,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """Ends all that it started, and takes back what it exported."""
     before = dict(os.environ)
-    groups: list[int] = []
-    yield Shell(tmp_path, groups)
-    for group in groups:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+    made = Shell(tmp_path, [])
+    yield made
+    made.end()
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,8 +152,8 @@ class Shell:
     """The shell blocks of a page: what one exports, the next ones and Python see."""
 
     folder: Path
-    groups: list[int]
-    """The process groups that were started, and may still run."""
+    started: list[subprocess.Popen[str]]
+    """The shells, each with a process group that `end` kills."""
 
     def run(self, block: Block, session: str = "") -> str:
         """What it printed. The last command may be `python`, with `session` for its input."""
@@ -170,14 +171,25 @@ class Shell:
                 env=os.environ | _with_our_python(),
                 start_new_session=True,
             )
-            self.groups.append(process.pid)
-            process.communicate(session, timeout=PROGRAM_TIMEOUT_S)
+            self.started.append(process)
+            assert process.stdin
+            process.stdin.write(session)
+            process.stdin.close()
+            # Not reaped until `end`: no other group can get its number.
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             output.seek(0)
             printed = output.read()
-            assert process.returncode == 0, f"{block}: {printed}"
+            assert ended
+            assert ended.si_status == 0, f"{block}: {printed}"
             variables = (entry.partition("=") for entry in exported.read().split("\0"))
             os.environ.update({k: v for k, _, v in variables if k and f"{k}=" in block.text})
         return printed
+
+    def end(self) -> None:
+        """Kill all that still runs, such as a server."""
+        for process in self.started:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def _command(self, block: Block, line: str) -> str:
         done = run(*shlex.split(line, comments=True)[1:])
