@@ -2,7 +2,7 @@
 
 import {
   badge, card, categoryColour, choice, command, copyButton, dataTable, decode, explain, facts, figures,
-  formatBytes, formatCount, formatNumber, formatSeconds, formatShape, formatShare, formatTime, h,
+  formatBytes, formatCount, formatNumber, formatSeconds, formatShape, formatShare, h,
   hideTip, legend, replaceAll, s, showTip, themeColour, visible,
 } from "./base.js";
 import { barChart, lineChart, linearScale, niceTicks } from "./charts.js";
@@ -37,7 +37,7 @@ function summaryCard(found) {
   const stored = totals.stored_bytes === totals.bytes ? null : formatBytes(totals.stored_bytes);
   return card("Summary",
     figures({
-      parameters: formatCountShort(totals.parameters),
+      parameters: formatCountShort(totals.parameters, [" ", " thousand", " million", " billion", " trillion"]),
       "of arrays": formatBytes(totals.bytes),
       "in files": stored,
       arrays: totals.arrays.toLocaleString("en-US"),
@@ -51,20 +51,21 @@ function summaryCard(found) {
       format: { ostraka: "Ostraka", orbax: "Orbax", safetensors: "safetensors files" }[found.format],
       saved: saved.text,
       mesh: [...new Set(meshes)].join("; "),
+      id: h("code", {}, found.id),
+    }), facts({
+      parameters: totals.parameters ? totals.parameters.toLocaleString("en-US") : null,
       bytes: GROUPS.filter((name) => found.groups[name]).map((name) => `${name} ${formatBytes(found.groups[name])}`).join(", "),
       dtypes: Object.entries(found.dtypes).map(([name, bytes]) => `${name} ${formatBytes(bytes)}`).join(", "),
       metrics: Object.entries(found.metrics).map(([name, value]) => `${name} ${formatNumber(value)}`).join(", "),
-      parameters: totals.parameters ? totals.parameters.toLocaleString("en-US") : null,
-      id: h("code", {}, found.id),
     })),
     found.values.command ? h("div", { class: "notice" }, `The values of the arrays were not read: together they are larger than this page reads by itself, or --no-values was given. This command reads them:`, command(found.values.command)) : null,
     found.notes.map((note) => h("div", { class: "notice" }, note)));
 }
 
-function formatCountShort(number) {
-  if (number < 1e5) return number.toLocaleString("en-US");
+function formatCountShort(number, units = ["", "k", "M", "G", "T"]) {
+  if (number < 1e4) return number.toLocaleString("en-US");
   const power = Math.min(Math.floor(Math.log10(number) / 3), 4);
-  return `${Number((number / 1000 ** power).toPrecision(3))} ${["", "k", "M", "B", "T"][power]}`;
+  return `${Number((number / 1000 ** power).toPrecision(3))}${units[power]}`;
 }
 
 function showAxes(axes) {
@@ -180,7 +181,7 @@ function largestRow(found) {
 
 // The map of bytes
 
-const MAP_HEIGHT = 440, HEAD_PX = 17, LEAST_PX = 7, LEAST_AREA = 60;
+const MAP_HEIGHT = 440, HEAD_PX = 17, LEAST_PX = 7, LEAST_AREA = 60, GROUP_AREA = 1200;
 
 /** A zoomable map in which areas are bytes. `pick(row)` shows an array. */
 function treemap(found, tree, pick) {
@@ -202,11 +203,8 @@ function treemap(found, tree, pick) {
     }
     let at = node;
     while (at.parent?.parent) at = at.parent;
-    return sortedChildren(built[by]).indexOf(at) % 8;
-  }
-  /** True if all leaves below have one colour. */
-  function isMixed(node) {
-    return by === "tree" && node.row < 0 && node.depth === 0;
+    const number = sortedChildren(built[by]).indexOf(at);
+    return number < 0 ? 7 : number % 8;
   }
 
   function layOut(width, height) {
@@ -214,8 +212,8 @@ function treemap(found, tree, pick) {
     const fill = (node, x, y, w, hgt, depth) => {
       const items = sortedChildren(node), total = items.reduce((sum, one) => sum + one.bytes, 0);
       if (!total) return;
-      squarify(items, total, x, y, w, hgt, (child, bx, by_, bw, bh, rest) => {
-        const box = { node: child, x: bx, y: by_, w: bw, h: bh, depth, rest, head: false };
+      squarify(items, total, x, y, w, hgt, (child, bx, by_, bw, bh) => {
+        const rest = child.rest ?? 0, box = { node: child, x: bx, y: by_, w: bw, h: bh, depth, rest, head: false };
         boxes.push(box);
         if (rest || !child.children || bw < 24 || bh < 24) return;
         const hasHead = bw > 46 && bh > 34;
@@ -250,10 +248,10 @@ function treemap(found, tree, pick) {
       pen.globalAlpha = 1;
       if (w > 3 && height_ > 3) { pen.strokeStyle = cardColour; pen.lineWidth = open ? 1 : 0.75; pen.strokeRect(x + 0.5, y + 0.5, w - 1, height_ - 1); }
       if (isBad(found, node.row)) { pen.strokeStyle = themeColour("bad"); pen.lineWidth = 2; pen.strokeRect(x + 1.5, y + 1.5, Math.max(w - 3, 1), Math.max(height_ - 3, 1)); }
-      if (box.head) label(pen, open ? text : inkOn(colour), "600 11px system-ui, sans-serif", box.rest ? `${box.rest} more` : node.name, formatBytes(node.bytes), x + 5, y + HEAD_PX / 2 + 0.5, w - 10);
+      if (box.head) label(pen, open ? text : inkOn(colour), "600 11px system-ui, sans-serif", node.name, formatBytes(node.bytes), x + 5, y + HEAD_PX / 2 + 0.5, w - 10);
       else if (w > 40 && height_ > 16) {
         pen.save(); pen.beginPath(); pen.rect(x, y, w, height_); pen.clip();
-        label(pen, inkOn(colour), "11px system-ui, sans-serif", box.rest ? `${box.rest} more` : node.name, height_ > 32 ? null : "", x + 5, y + Math.min(11, height_ / 2), w - 10);
+        label(pen, inkOn(colour), "11px system-ui, sans-serif", node.name, "", x + 5, y + Math.min(11, height_ / 2), w - 10);
         if (height_ > 32) label(pen, inkOn(colour), "10px system-ui, sans-serif", formatBytes(node.bytes), "", x + 5, y + 25, w - 10);
         pen.restore();
       }
@@ -267,7 +265,7 @@ function treemap(found, tree, pick) {
   }
 
   function lines({ node, rest }) {
-    if (rest) return [h("b", {}, formatCount(rest, "small one")), h("div", {}, `${formatBytes(node.bytes)} together, in ${pathOf(root).join("/") || "all"}`)];
+    if (rest) return [h("b", { class: "ck-any" }, pathOf(node).join(" / ")), h("div", {}, `${rest.toLocaleString("en-US")} small ones, ${formatBytes(node.bytes)} together`)];
     const at = node.row >= 0 ? [decode(found.leaves.dtype, node.row), formatShape(found.leaves.shape[node.row]), decode(found.leaves.sharding, node.row)].filter(Boolean).join(", ") : node.leaves ? formatCount(node.leaves, "leaf") : "";
     return [h("b", { class: "ck-any" }, pathOf(node).join(" / ")), h("div", {}, `${formatBytes(node.bytes)}, ${formatShare(node.bytes, built.tree.bytes)} of all`), at ? h("div", { class: "muted" }, at) : null];
   }
@@ -285,13 +283,12 @@ function treemap(found, tree, pick) {
   }
   function tell() {
     const box = focused();
-    replaceAll(status, box && document.activeElement === canvas ? `${box.rest ? `${box.rest} more` : pathOf(box.node).join("/")}: ${formatBytes(box.node.bytes)}` : "Click a name to zoom in, an array to look at it. With the keyboard: arrows, Enter, Escape.");
+    replaceAll(status, box && document.activeElement === canvas ? `${pathOf(box.node).join("/")}: ${formatBytes(box.node.bytes)}` : "Click a name to zoom in, an array to look at it. With the keyboard: arrows, Enter, Escape.");
   }
   function open(box) {
     if (!box) return;
-    if (!box.rest && box.node.row >= 0 && !box.node.children) pick(box.node.row, true);
-    else if (!box.rest && box.node.children) zoom(box.node);
-    else if (box.rest) zoom(box.node);
+    if (box.node.children) zoom(box.node);
+    else if (box.node.row >= 0) pick(box.node.row, true);
   }
   function at(event) {
     const frame = canvas.getBoundingClientRect(), x = event.clientX - frame.left, y = event.clientY - frame.top;
@@ -376,19 +373,11 @@ function label(pen, colour, font, text, more, x, y, width) {
   }
 }
 
-/** Put boxes whose areas are bytes into a rectangle, as square as can be. Tiny ones become one. */
-function squarify(items, total, x, y, w, hgt, put) {
-  const scale = w * hgt / total;
+/** Put boxes whose areas are bytes into a rectangle, as square as can be. Tiny ones are gathered. */
+function squarify(given, total, x, y, w, hgt, put) {
+  const scale = w * hgt / total, items = gatherTiny(given, scale);
   let at = 0;
   while (at < items.length && w > 0 && hgt > 0) {
-    const left = items.length - at;
-    if (items[at].bytes * scale < LEAST_AREA && left > 1) {
-      const rest = newNode("more", items[at].parent);
-      rest.children = new Map();
-      for (const one of items.slice(at)) { rest.bytes += one.bytes; rest.leaves += one.leaves; rest.children.set(rest.children.size, one); }
-      put(rest, x, y, w, hgt, left);
-      return;
-    }
     const side = Math.min(w, hgt);
     let row = 0, end = at, worst = Infinity;
     while (end < items.length) {
@@ -402,12 +391,31 @@ function squarify(items, total, x, y, w, hgt, put) {
     let along = 0;
     for (; at < end; at += 1) {
       const length = items[at].bytes * scale / thick;
-      if (w >= hgt) put(items[at], x, y + along, thick, length, 0);
-      else put(items[at], x + along, y, length, thick, 0);
+      if (w >= hgt) put(items[at], x, y + along, thick, length);
+      else put(items[at], x + along, y, length, thick);
       along += length;
     }
     if (w >= hgt) { x += thick; w -= thick; } else { y += thick; hgt -= thick; }
   }
+}
+
+/** Nodes, the largest first, of which those that are too small to see are gathered in groups. */
+function gatherTiny(items, scale) {
+  const first = items.findIndex(({ bytes }) => bytes * scale < LEAST_AREA);
+  if (first < 0 || first === items.length - 1) return items;
+  const tiny = items.slice(first), area = tiny.reduce((sum, { bytes }) => sum + bytes, 0) * scale;
+  const each = Math.max(Math.ceil(tiny.length / Math.max(Math.floor(area / GROUP_AREA), 1)), 2);
+  const groups = items.slice(0, first);
+  for (let at = 0; at < tiny.length; at += each) {
+    const members = tiny.slice(at, at + each);
+    if (members.length === 1) { groups.push(members[0]); continue; }
+    const group = newNode(`${members[0].name} … ${members.at(-1).name}`, members[0].parent);
+    group.children = new Map(members.map((one, n) => [n, one]));
+    group.rest = members.length;
+    for (const one of members) { group.bytes += one.bytes; group.leaves += one.leaves; }
+    groups.push(group);
+  }
+  return groups.sort((a, b) => b.bytes - a.bytes);
 }
 
 // The tree as a list
@@ -425,7 +433,9 @@ function treeList(found, tree, pick) {
   let rows = [], chosen = -1, cursor = 0;
 
   const inOrder = (node) => [...(node.children?.values() ?? [])];
-  for (const node of inOrder(tree)) if (inOrder(tree).length <= 4 && (node.children?.size ?? 99) <= 40) opened.add(node);
+  // Names at the top are open if that makes no long list.
+  const inAll = inOrder(tree).reduce((sum, { children }) => sum + 1 + (children?.size ?? 0), 0);
+  if (inAll <= 40) for (const node of inOrder(tree)) if (node.children) opened.add(node);
 
   function openRows() {
     const listed = [];
@@ -446,6 +456,7 @@ function treeList(found, tree, pick) {
     replaceAll(said, text ? `${formatCount(rows.length, "leaf")} of ${leaves.path.length.toLocaleString("en-US")}` : formatCount(leaves.path.length, "leaf"));
     cursor = Math.min(cursor, Math.max(rows.length - 1, 0));
     space.style.height = `${rows.length * ROW_PX}px`;
+    box.style.height = `${Math.min(Math.max(rows.length, 6), 18) * ROW_PX + 4}px`;
     draw();
   }
   function draw() {
@@ -627,14 +638,14 @@ function meshPicture(found, row) {
   const width = 340, left = down === null ? 4 : 26, top = 20, cellWidth = (width - left - 4) / shownColumns, cellHeight = Math.max(Math.min(cellWidth, 220 / shownRows, rows === 1 ? 42 : 60), 5);
   const height = top + cellHeight * shownRows + 4;
   const drawing = s("svg", { class: "chart ck-mesh", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "shards over devices" });
-  const processes = new Set();
+  const processes = new Map();
   for (let r = 0; r < shownRows; r += 1) {
     for (let c = 0; c < shownColumns; c += 1) {
       const own = held[r * stepRows * columns + c * stepColumns], process = processOf[own[0]] ?? 0;
-      processes.add(process);
+      if (!processes.has(process)) processes.set(process, processes.size);
       const x = left + c * cellWidth, y = top + r * cellHeight;
       const cell = s("g", { class: "ck-shard", tabindex: shownRows * shownColumns <= 64 ? 0 : null },
-        s("rect", { x: x + 0.75, y: y + 0.75, width: cellWidth - 1.5, height: cellHeight - 1.5, rx: 2, fill: categoryColour(process) }),
+        s("rect", { x: x + 0.75, y: y + 0.75, width: cellWidth - 1.5, height: cellHeight - 1.5, rx: 2, fill: categoryColour(processes.get(process)) }),
         cellWidth > 16 && cellHeight > 11 ? s("text", { x: x + cellWidth / 2, y: y + cellHeight / 2 + 3.5, "text-anchor": "middle", class: "ck-device" }, showDevices(own, cellWidth)) : null);
       drawing.append(explain(cell, () => [
         h("b", {}, `[${shape.map((extent, dimension) => { const at = dimension === down ? r * stepRows : dimension === across ? c * stepColumns : 0, n = parts[dimension]; return n > 1 ? `${extent / n * at}:${extent / n * (at + 1)}` : ":"; }).join(", ")}]`),
@@ -652,7 +663,7 @@ function meshPicture(found, row) {
     stepRows * stepColumns > 1 ? h("p", { class: "muted ck-note" }, `${rows} × ${columns} shards; each cell stands for ${stepRows} × ${stepColumns}.`) : null,
     cut.length > 2 ? h("p", { class: "muted ck-note" }, `Also sharded along dimension ${cut.slice(2).join(", ")}, whose first part is drawn.`) : null,
     copies > 1 ? h("p", { class: "muted ck-note" }, `Each shard is on ${copies.toLocaleString("en-US")} devices.`) : null,
-    processes.size <= 8 ? legend([...processes].sort((a, b) => a - b).map((process) => [`process ${process}${found.saved.hosts[process] ? ` on ${found.saved.hosts[process]}` : ""}`, categoryColour(process)])) : h("p", { class: "muted ck-note" }, "Colours are processes. The numbers are devices."));
+    processes.size <= 8 ? legend([...processes].map(([process, n]) => [`process ${process}${found.saved.hosts[process] ? ` on ${found.saved.hosts[process]}` : ""}`, categoryColour(n)])) : h("p", { class: "muted ck-note" }, "Colours are processes. The numbers are devices."));
 }
 
 function showDevices(devices, width) {
@@ -682,7 +693,7 @@ function valuesPart(values) {
 
 function sliceTable(values) {
   const rows = !Array.isArray(values) ? [[values]] : Array.isArray(values[0]) ? values : [values];
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "first elements" }, h("table", { class: "ck-slice" }, h("tbody", {}, rows.map((row) => h("tr", {}, row.map((value) => h("td", { class: "right mono" }, typeof value === "number" ? formatNumber(value, 4) : String(value))))))));
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "first elements" }, h("table", { class: "ck-slice" }, h("tbody", {}, rows.map((row) => h("tr", {}, row.map((value) => h("td", { class: "right mono" }, typeof value === "number" ? formatNumber(value, 3) : String(value))))))));
 }
 
 /** Counts over the values, with a linear or a logarithmic scale. */
@@ -719,10 +730,10 @@ function boxesPart(found, details) {
   const columns = [
     { name: "slice", value: ({ box }) => box.map(([start]) => start).join(","), show: ({ box }) => h("span", { class: "mono" }, `[${box.map(([start, stop]) => `${start}:${stop}`).join(", ")}]`) },
     { name: "file", value: nameOf, show: (one) => h("span", { class: "mono" }, nameOf(one)) },
-    { name: "host", value: hostOf },
-    { name: "offset", value: ({ offset }) => offset, show: ({ offset }) => (offset === null ? "–" : offset.toLocaleString("en-US")), right: true },
+    { name: "host", value: hostOf, isNeeded: new Set(details.boxes.map(hostOf)).size > 1 },
+    { name: "offset", isNeeded: details.boxes.some(({ offset }) => offset !== null), value: ({ offset }) => offset, show: ({ offset }) => (offset === null ? "–" : offset.toLocaleString("en-US")), right: true },
     { name: "bytes", value: ({ bytes }) => bytes, show: ({ bytes, stored_bytes: stored }) => formatBytes(stored) + (stored < bytes ? ` of ${formatBytes(bytes)}` : ""), right: true },
-  ];
+  ].filter(({ isNeeded }) => isNeeded !== false);
   const rest = details.boxes_in_all - details.boxes.length;
   return h("div", { id: "boxes" }, h("h3", {}, `Stored in ${formatCount(details.boxes_in_all, "slice")}`),
     details.problem ? h("div", { class: "notice bad" }, details.problem) : null,
