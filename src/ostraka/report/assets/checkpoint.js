@@ -19,7 +19,7 @@ export function drawCheckpoint(found, live) {
   const first = largestRow(found);
   if (first !== null) panel.show(first, false);
   return h("div", { class: "cards" },
-    summaryCard(found),
+    summaryCard(found, live),
     attentionCard(found, panel.show),
     h("div", { class: "ck-columns" },
       h("div", { class: "ck-main" }, map, list),
@@ -30,7 +30,7 @@ export function drawCheckpoint(found, live) {
 
 // The head
 
-function summaryCard(found) {
+function summaryCard(found, live) {
   const { totals, integrity, saved } = found;
   const states = { committed: "", verified: "good", damaged: "bad" };
   const meshes = found.meshes.filter(({ axes }) => Object.keys(axes).length).map(({ axes }) => showAxes(axes));
@@ -41,9 +41,9 @@ function summaryCard(found) {
       "of arrays": formatBytes(totals.bytes),
       "in files": stored,
       arrays: totals.arrays.toLocaleString("en-US"),
-      files: totals.files.toLocaleString("en-US"),
-      devices: found.devices?.toLocaleString("en-US"),
-      processes: found.processes?.toLocaleString("en-US"),
+      [totals.files === 1 ? "file" : "files"]: totals.files.toLocaleString("en-US"),
+      [found.devices === 1 ? "device" : "devices"]: found.devices?.toLocaleString("en-US"),
+      [found.processes === 1 ? "process" : "processes"]: found.processes?.toLocaleString("en-US"),
       step: found.step?.toLocaleString("en-US"),
     }),
     h("div", { class: "ck-facts" }, facts({
@@ -58,7 +58,7 @@ function summaryCard(found) {
       dtypes: Object.entries(found.dtypes).map(([name, bytes]) => `${name} ${formatBytes(bytes)}`).join(", "),
       metrics: Object.entries(found.metrics).map(([name, value]) => `${name} ${formatNumber(value)}`).join(", "),
     })),
-    found.values.command ? h("div", { class: "notice" }, `The values of the arrays were not read: together they are larger than this page reads by itself, or --no-values was given. This command reads them:`, command(found.values.command)) : null,
+    found.values.command && !live ? h("div", { class: "notice" }, `The values of the arrays were not read. By itself, a page reads up to 1 GiB. This command reads them all:`, command(found.values.command)) : null,
     found.notes.map((note) => h("div", { class: "notice" }, note)));
 }
 
@@ -548,7 +548,7 @@ function leafPanel(found, live) {
     const details = found.details[row] ?? found.details[found.leaves.same_as[row]] ?? null;
     draw(row, details, null);
     if (isAsked && window.innerWidth < 900) element.scrollIntoView({ behavior: "smooth", block: "start" });
-    if (live && found.leaves.shape[row] && !details?.values) fetchDetails(row);
+    if (live && isAsked && found.leaves.shape[row] && !details?.values) fetchDetails(row);
   }
   async function fetchDetails(row) {
     draw(row, found.details[row] ?? null, "Reading …");
@@ -578,7 +578,7 @@ function leafPanel(found, live) {
       shape ? [
         meshPicture(found, row),
         message ? h("p", { class: "muted" }, message) : null,
-        details?.values ? valuesPart(details.values) : message ? null : noValues(found, row),
+        details?.values ? valuesPart(details.values) : message ? null : live ? h("p", {}, h("button", { type: "button", onclick: () => fetchDetails(row) }, "Read the values")) : noValues(found, row),
         details ? boxesPart(found, details) : null,
       ] : null);
   }
