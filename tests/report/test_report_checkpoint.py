@@ -452,7 +452,7 @@ def test_tree_opens_by_keyboard(opened: Any):
 def test_panel_shows_an_array(opened: Any, transformer: Path):
     pick(opened, QUERY)
     facts = panel_facts(opened)
-    (leaf,) = json.loads(run("show", transformer, QUERY, "--stats", "--json").output)["leaves"]
+    leaf = json.loads(run("show", transformer, QUERY, "--stats", "--json").output)
     assert facts["dtype"] == "float32"
     assert facts["shape"] == "32 × 32"
     assert facts["group"] == "parameters"
@@ -524,23 +524,29 @@ def test_save_shows_its_phases(opened: Any, transformer: Path):
 # Damage
 
 
-def damage(path: Path, *, unlink: bool) -> tuple[Path, Path]:
-    """Lose one shard file and flip a byte of another. Returns both."""
-    shards = sorted(path.glob("shards-*/shard_*"))
-    flipped = flip(path)
-    if unlink:
-        shards[3].unlink()
-    return flipped, shards[3]
+def damage(path: Path, at: int) -> tuple[Path, Path]:
+    """Flip a byte of the first shard file and lose another one. Returns both."""
+    flipped, *_, lost = sorted(path.glob("shards-*/shard_*"))
+    data = bytearray(flipped.read_bytes())
+    data[at] ^= 1
+    flipped.write_bytes(data)
+    lost.unlink()
+    return flipped, lost
 
 
-@pytest.mark.parametrize("parity", [0, 1, 2])
-def test_damage(tmp_path: Path, browser: Any, parity: int):
+@pytest.mark.parametrize(
+    ("parity", "at", "is_covered"),
+    # The last byte of the first file is beyond the end of the others: nothing else is lost there.
+    [(0, 5000, False), (1, 5000, False), (1, -1, True), (2, 5000, True)],
+)
+def test_damage(tmp_path: Path, browser: Any, parity: int, at: int, is_covered: bool):
     path = tmp_path / "7"
-    mesh = mesh_of(x=8)
     array = np.arange(64 << 10, dtype=np.float32).reshape(64, -1)
-    sharded = jax.device_put(array, jax.NamedSharding(mesh, jax.P("x")))
-    ostraka.save(path, {"w": sharded, "x": np.arange(5)}, parity=parity)
-    flipped, lost = damage(path, unlink=True)
+    sharded = jax.device_put(array, jax.NamedSharding(mesh_of(x=8), jax.P("x")))
+    # The first file has more than the others, in a block of its own.
+    more = jax.device_put(np.ones(2 << 20, np.int8), jax.devices()[0])
+    ostraka.save(path, {"w": sharded, "x": more}, parity=parity)
+    flipped, lost = damage(path, at)
     seen = describe_checkpoint(path, verified=True)
     states = dict(
         zip(
@@ -554,7 +560,7 @@ def test_damage(tmp_path: Path, browser: Any, parity: int):
     assert states[f"{flipped.parent.name}/{flipped.name}"] == "damaged"
     assert [*states.values()].count("verified") == len(states) - 2
     can_repair = integrity.repair(path, dry_run=True, raises=False).ok
-    assert seen["integrity"]["restorable"] is can_repair is (parity == 2)
+    assert seen["integrity"]["restorable"] is can_repair is is_covered
     other = "" if can_repair else " --from OTHER_COPY"
     assert seen["integrity"]["repair"] == f"ostraka repair {path}{other}"
     values = {found["path"]: found["values"] for found in seen["details"].values()}
@@ -582,7 +588,7 @@ def test_without_verify_a_listing_tells_of_lost_files(tmp_path: Path):
     assert describe_checkpoint(path)["integrity"]["state"] == "committed"
     flip(path)
     assert describe_checkpoint(path, values=False)["integrity"]["state"] == "committed"
-    (shard,) = path.glob("shards-*/shard_*")
+    shard = min(path.glob("shards-*/shard_*"))
     shard.write_bytes(shard.read_bytes()[:-1])
     found = describe_checkpoint(path, values=False)
     assert found["integrity"]["state"] == "damaged"
@@ -628,8 +634,9 @@ def test_hugging_face(tmp_path: Path, browser: Any, names: str | None):
         click_map(browser, "model/layers")
         assert crumbs_in(browser) == "all/model/layers"
         pick(browser, name)
-        array = arrays[name].astype(np.float64)
-        assert float(panel_facts(browser)["norm"]) == pytest.approx(np.linalg.norm(array), rel=1e-4)
+        finite = arrays[name][np.isfinite(arrays[name])].astype(np.float64)
+        found_norm = float(panel_facts(browser)["norm"].replace(",", ""))
+        assert found_norm == pytest.approx(np.linalg.norm(finite), rel=1e-4)
     assert complaints(browser, own=address) == []
 
 

@@ -140,8 +140,9 @@ def _covers(metadata: Metadata, problems: Sequence[Problem]) -> bool:
     }
     # Parity has a header of its own, before the sums of the bytes of its members.
     group_of |= {file.name: (file.group, file.header_bytes) for file in metadata.parity.files}
-    ends: dict[int, list[tuple[float, int]]] = {}
-    for name, spans in _spans(problems).items():
+    sizes = {file.name: file.size for file in (*metadata.files, *metadata.parity.files)}
+    ends: dict[int, list[tuple[int, int]]] = {}
+    for name, spans in _spans(problems, sizes).items():
         if name not in group_of:
             if _is_beside(name):
                 continue
@@ -159,15 +160,17 @@ def _covers(metadata: Metadata, problems: Sequence[Problem]) -> bool:
     return True
 
 
-def _spans(problems: Iterable[Problem]) -> Mapping[str, Sequence[tuple[float, float]]]:
+def _spans(
+    problems: Iterable[Problem], sizes: Mapping[str, int]
+) -> Mapping[str, Sequence[tuple[int, int]]]:
     """The damaged bytes of each file by its name in its directory, each counted once."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[tuple[int, int]]] = {}
     for problem in problems:
-        span = problem.span or (0, float("inf"))
-        found.setdefault(problem.file.rpartition("/")[2], []).append(span)
+        name = problem.file.rpartition("/")[2]
+        found.setdefault(name, []).append(problem.span or (0, sizes.get(name, 0)))
     for spans in found.values():
         spans.sort()
-        merged: list[tuple[float, float]] = []
+        merged: list[tuple[int, int]] = []
         for start, stop in spans:
             if merged and start <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
