@@ -703,24 +703,28 @@ def measure_opening(browser: Any, address: str) -> float:
     return time.perf_counter() - begin
 
 
-def test_100_000_leaves(tmp_path: Path, browser: Any, record_property: Callable[..., None]):
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_very_many_leaves(
+    tmp_path: Path, browser: Any, record_property: Callable[..., None], count: int
+):
     write_planned(
-        tmp_path / "c", many_leaves(100_000), MeshSpec(("x",), (8,), tuple(range(8))), per_process=8
+        tmp_path / "c", many_leaves(count), MeshSpec(("x",), (8,), tuple(range(8))), per_process=8
     )
     found = describe_checkpoint(tmp_path / "c", values=False)
-    assert found["totals"]["arrays"] == 100_000
+    assert found["totals"]["arrays"] == count
     address = write_page(found, tmp_path / "page.html")
-    assert (tmp_path / "page.html").stat().st_size < MOST_PAGE_BYTES
+    assert (tmp_path / "page.html").stat().st_size < MOST_PAGE_BYTES * count // 100_000
     record_property("seconds to open", measure_opening(browser, address))
-    assert text_of(browser, "#matches") == "100,000 leaves"
+    assert text_of(browser, "#matches") == f"{count:,} leaves"
     assert browser.run("return document.querySelectorAll('*').length") < 5000
-    search(browser, "blocks/9999/**/kernel")
-    search(browser, "**/9999/**/kernel")
-    assert text_of(browser, "#matches") == "5 leaves of 100,000"
+    search(browser, "**/1999/**/kernel")
+    assert text_of(browser, "#matches") == f"5 leaves of {count:,}"
     assert len(boxes_in(browser)) < 20_000
-    group = next(box for box in boxes_in(browser) if box["rest"])
-    click_map(browser, group["path"])
-    assert sum(box["bytes"] for box in boxes_in(browser) if box["depth"] == 0) == group["bytes"]
+    groups = [box for box in boxes_in(browser) if box["rest"]]
+    assert groups or count < 100_000  # Boxes that are too small to see are gathered.
+    for group in groups[:1]:
+        click_map(browser, group["path"])
+        assert sum(box["bytes"] for box in boxes_in(browser) if not box["depth"]) == group["bytes"]
     assert complaints(browser, own=address) == []
 
 

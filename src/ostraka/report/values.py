@@ -120,10 +120,12 @@ def _values_of_small(source: Source, batch: Sequence[int]) -> dict[int, LeafValu
     try:
         arrays = dict(source.read(targets))
     except (Damaged, OSError) as error:
-        if len(batch) == 1:
-            return {batch[0]: _unreadable(error)}
-        each = [_values_of_small(source, [number]) for number in batch]
-        return {number: values for found in each for number, values in found.items()}
+        lost = _named_in(error, source, batch) or (batch if len(batch) == 1 else [])
+        found = {number: _unreadable(error) for number in lost}
+        rest = [number for number in batch if number not in found]
+        for part in [rest] if lost and rest else [[number] for number in rest]:
+            found |= _values_of_small(source, part)
+        return found
 
     def measured(number: int, array: Array) -> LeafValues:
         def total(measure: Callable[[Array], Any], zero: Any) -> Any:
@@ -132,6 +134,14 @@ def _values_of_small(source: Source, batch: Sequence[int]) -> dict[int, LeafValu
         return _describe(source, number, total, array[_index_of_slice(array.shape)])
 
     return {number: measured(number, arrays[at]) for at, number in enumerate(batch)}
+
+
+def _named_in(error: Exception, source: Source, batch: Sequence[int]) -> list[int]:
+    """The leaves that an error names as damaged."""
+    if not isinstance(error, Damaged):
+        return []
+    paths = {path for problem in error.problems for path in problem.leaves}
+    return [number for number in batch if source.saved.leaves[number].path in paths]
 
 
 def _values_of_large(source: Source, number: int) -> LeafValues:

@@ -37,7 +37,7 @@ function summaryCard(found, live) {
   const stored = totals.stored_bytes === totals.bytes ? null : formatBytes(totals.stored_bytes);
   return card("Summary",
     figures({
-      parameters: formatCountShort(totals.parameters, [" ", " thousand", " million", " billion", " trillion"]),
+      parameters: formatCountShort(totals.parameters, [" ", " thousand", " million", " billion", " trillion"], 1e4),
       "of arrays": formatBytes(totals.bytes),
       "in files": stored,
       arrays: totals.arrays.toLocaleString("en-US"),
@@ -62,8 +62,8 @@ function summaryCard(found, live) {
     found.notes.map((note) => h("div", { class: "notice" }, note)));
 }
 
-function formatCountShort(number, units = ["", "k", "M", "G", "T"]) {
-  if (number < 1e4) return number.toLocaleString("en-US");
+function formatCountShort(number, units = ["", "k", "M", "G", "T"], least = 1000) {
+  if (number < least) return number.toLocaleString("en-US");
   const power = Math.min(Math.floor(Math.log10(number) / 3), 4);
   return `${Number((number / 1000 ** power).toPrecision(3))}${units[power]}`;
 }
@@ -125,7 +125,7 @@ function buildTree(found, prefix = null) {
     node.bytes += bytes[row];
     node.leaves += 1;
   }
-  return foldOnly(root);
+  return foldOnly(root, found.separator);
 }
 
 /** The bytes by host, process or file, and by the first names of the tree. */
@@ -142,7 +142,7 @@ function buildPlaces(places) {
 }
 
 /** Nothing is gained by a level with a single name: show it as one with the level below. */
-function foldOnly(root) {
+function foldOnly(root, separator) {
   const waiting = [root];
   while (waiting.length) {
     const node = waiting.pop();
@@ -151,7 +151,7 @@ function foldOnly(root) {
       while (only.row < 0 && only.children?.size === 1) {
         const [below] = only.children.values();
         if (below.children === null && below.row >= 0 && only.depth > 1) break;
-        below.name = `${only.name}/${below.name}`;
+        below.name = `${only.name}${separator}${below.name}`;
         below.parent = node;
         only = below;
       }
