@@ -17,12 +17,20 @@ from ostraka.cli._output import (
     screen_width,
     wrap,
 )
+from ostraka.common.record import read_timeline
 from ostraka.common.text import json_number, shorten, show_shape, show_value
 from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import CONFIG, Saved, Source
 from ostraka.reading.groups import PARAMETERS, Total, totals_by_group
-from ostraka.reading.show import show_dtype, show_sharding, show_writer, text_in
+from ostraka.reading.show import (
+    hosts_of,
+    show_dtype,
+    show_leaf_value,
+    show_sharding,
+    show_writer,
+    text_in,
+)
 from ostraka.tree.nodes import ArrayNumber, Kept, UnreadableLeaf, leaves_of, unescape
 
 if TYPE_CHECKING:
@@ -30,8 +38,6 @@ if TYPE_CHECKING:
 
 _VALUE_WIDTH = 60
 _MOST_HOSTS = 4
-_MOST_SECONDS = 1e9
-"""No save takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,9 @@ def rows_of(source: Source) -> list[LeafRow]:
     kinds: dict[tuple[object, ...], tuple[str, ...]] = {}
     for leaf in leaves_of(source.tree):
         if not isinstance(leaf.value, ArrayNumber):
-            rows.append(LeafRow(leaf.path, (leaf.path, *_shown(leaf.value)), value=leaf.value))
+            rows.append(
+                LeafRow(leaf.path, (leaf.path, *show_leaf_value(leaf.value)), value=leaf.value)
+            )
             continue
         number = leaf.value.number
         spec = saved.leaves[number]
@@ -73,15 +81,6 @@ def rows_of(source: Source) -> list[LeafRow]:
             kinds[kind] = show_dtype(spec), shape, sharding, human_size(spec.nbytes)
         rows.append(LeafRow(leaf.path, (leaf.path, *kinds[kind]), spec.nbytes, number=number))
     return rows
-
-
-def _shown(value: Any) -> tuple[str, str]:
-    """The type and the text of a value in the tree."""
-    if isinstance(value, Kept):  # A function or the like, which a template provides.
-        return "not saved", value.name
-    if isinstance(value, UnreadableLeaf):
-        return "lost", value.why
-    return type(value).__name__, shorten(printable(show_value(value)), _VALUE_WIDTH)
 
 
 def summed_up(rows: Sequence[LeafRow], depth: int) -> list[LeafRow]:
@@ -189,7 +188,7 @@ def totals_lines(source: Source, rows: Sequence[LeafRow]) -> list[str]:
         rest = len(hosts) - _MOST_HOSTS
         more = f" and {rest:,} more; --files lists all" if rest > 0 else ""
         lines.append(f"{'host' if len(hosts) == 1 else 'hosts'}: {shown}{more}")
-    lines += _took(source.saved.writer.get("timeline"))
+    lines += _took(source.saved.writer)
     lines += _model_line(source.saved.user.get(CONFIG))
     user = {name: value for name, value in source.saved.user.items() if name != CONFIG}
     if user:
@@ -226,13 +225,6 @@ def _model_line(config: Any) -> list[str]:
     return [f"model: {printable(kind)}{f' ({printable(known)})' if known else ''}"]
 
 
-def hosts_of(saved: Saved) -> dict[int, str]:
-    """The host of each process that saved. Empty if `_METADATA` has no valid list of them."""
-    found: Any = saved.writer.get("hosts")
-    hosts: list[Any] = found if isinstance(found, list) else []
-    return dict(enumerate(hosts)) if all(isinstance(host, str) for host in hosts) else {}
-
-
 def files_table(source: Source) -> list[str]:
     """Every file with the device, process and host that wrote it."""
     table = Table(
@@ -253,25 +245,16 @@ def directory_lines(names: Sequence[str]) -> list[str]:
     return [f"files are in {printable(name)}/" for name in directories]
 
 
-def _took(timeline: Any) -> list[str]:
+def _took(writer: Mapping[str, Any]) -> list[str]:
     """The duration of the save and of its phases, if `_METADATA` has it."""
-    given: dict[Any, Any] = timeline if isinstance(timeline, dict) else {}
-    phases = {
-        name.removesuffix("_s"): float(seconds)
-        for name, seconds in given.items()
-        if isinstance(name, str)
-        and name.endswith("_s")
-        and type(seconds) in (int, float)
-        and 0 <= seconds <= _MOST_SECONDS
-    }
-    if not phases:
+    found = read_timeline(writer)
+    if found is None:
         return []
-    total = sum(phases.values())
-    shown = ", ".join(f"{printable(name)} {human_seconds(s)}" for name, s in phases.items())
-    nbytes = given.get("bytes")
+    total, phases = found.total_s, found.phases.items()
+    shown = ", ".join(f"{printable(name)} {human_seconds(seconds)}" for name, seconds in phases)
     rate = ""
-    if type(nbytes) is int and 0 <= nbytes < 1 << 63 and total > 0:
-        rate = f", {human_size(int(nbytes / total))}/s"
+    if found.bytes is not None and total > 0:
+        rate = f", {human_size(int(found.bytes / total))}/s"
     return [f"took {human_seconds(total)}{rate} ({shown})"]
 
 

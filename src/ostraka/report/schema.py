@@ -122,6 +122,24 @@ class RunDocument(TypedDict):
 # A checkpoint
 
 
+class Mesh(TypedDict):
+    """A mesh of the run that saved."""
+
+    axes: dict[str, int]
+    """The size of each axis, in order. Empty for a single device."""
+    devices: list[list[int]]
+    """The device numbers in row-major order, as runs `[start, step, count]`."""
+
+
+class Placement(TypedDict):
+    """How arrays were sharded."""
+
+    mesh: int
+    """A row in `meshes`, or -1 for the memory of hosts."""
+    spec: list[list[str]]
+    """For each dimension the mesh axes that it is sharded along. Missing ones are whole."""
+
+
 class LeafTable(TypedDict):
     """The leaves of a checkpoint in tree order, by column."""
 
@@ -135,6 +153,9 @@ class LeafTable(TypedDict):
     group: Coded
     """parameters, optimizer or other."""
     sharding: Coded
+    """In words, such as `P('fsdp', None)`."""
+    placement: list[int]
+    """A row in `placements`, or -1 if it is unknown or the leaf is no array."""
     same_as: dict[str, int]
     """By row number: the first row with the same array."""
     values: dict[str, str]
@@ -147,14 +168,22 @@ class LeafBox(TypedDict):
     box: list[list[int]]
     """Start and stop along each dimension."""
     file: int
-    """The row in `FileTable`."""
-    offset: int
+    """The row in `FileTable`, or -1."""
+    name: str | None
+    """The name of the stored slice if it is not a file of its own, as in OCDBT."""
+    offset: int | None
+    """Where it begins in its file. None if nobody worked it out."""
     bytes: int
     stored_bytes: int
+    """Fewer than `bytes` if it is compressed."""
 
 
 class LeafValues(TypedDict):
-    """The values of an array, which were read and verified."""
+    """The values of an array, which were read and verified.
+
+    `least` and `most` leave out NaN. `mean`, `std`, `norm` and `histogram` leave out infinity too.
+    Of complex numbers they count the magnitudes.
+    """
 
     count: int
     least: Number | None
@@ -166,32 +195,32 @@ class LeafValues(TypedDict):
     nan: int
     infinite: int
     zero: int
-    histogram: dict[str, Any]
-    """`edges` (one more than `counts`) and `counts`, of the finite values."""
-    slice: dict[str, Any]
-    """`index`, `shape` and `values`: the first elements, nested as the shape says."""
+    histogram: dict[str, Any] | None
+    """`counts` of equal bins from `low` to `high`. None without a finite value."""
+    slice: dict[str, Any] | None
+    """`index`, such as `[0, :8, :8]`, `shape`, and `values`: the first elements, nested."""
     problem: str | None
-    """Why they could not be read."""
+    """Why they could not be read. Then the numbers mean nothing."""
 
 
 class LeafDetails(TypedDict):
     """One array in full."""
 
     path: str
-    mesh: dict[str, int] | None
-    spec: list[list[str]]
-    """For each dimension the mesh axes that it is sharded along."""
+    placement: Placement
     grid: list[int]
-    """The number of shards along each dimension."""
-    devices: list[list[int]]
-    """For each shard, in row-major order, the devices that held it."""
+    """The number of stored slices along each dimension."""
     boxes: list[LeafBox]
+    """The first slices, in row-major order."""
+    boxes_in_all: int
+    problem: str | None
+    """Why the slices could not be listed."""
     values: LeafValues | None
     """None if they were not read."""
 
 
 class FileTable(TypedDict):
-    """The files of a checkpoint, by column."""
+    """The files of a checkpoint, by column: those with arrays first, then parity and the others."""
 
     name: list[str]
     bytes: list[int]
@@ -201,6 +230,17 @@ class FileTable(TypedDict):
     host: Coded
     state: Coded
     """A `FileState`."""
+    problem: dict[str, str]
+    """By row number: what is wrong."""
+
+
+class ParityGroups(TypedDict):
+    """The parity of a checkpoint."""
+
+    count: int
+    """The parity files of each group: it takes the loss of as many files."""
+    groups: list[list[int]]
+    """The members of each group, then its parity files, as rows in `FileTable`."""
 
 
 class Integrity(TypedDict):
@@ -211,12 +251,31 @@ class Integrity(TypedDict):
     """True if all bytes were read and compared."""
     has_checksums: bool
     problems: list[str]
-    parity: dict[str, Any] | None
-    """`count`, `covers`, and `groups`: lists of rows in `FileTable`."""
+    parity: ParityGroups | None
     restorable: bool | None
     """For a damaged checkpoint: True if parity covers all damage."""
+    verify: str | None
+    """The command that reads and compares every byte, if that was not done."""
     repair: str | None
     """The command that repairs it."""
+
+
+class Places(TypedDict):
+    """The bytes of the elements by where they are stored."""
+
+    unit: Literal["host", "process", "file"]
+    bytes: dict[str, dict[str, int]]
+    """By host, process or file, and by the first names of the tree."""
+
+
+class ValuesRead(TypedDict):
+    """Which values a document has."""
+
+    read: bool
+    arrays: int
+    """The number of arrays whose values were read."""
+    command: str | None
+    """The command that reads them, if they were not read."""
 
 
 class CheckpointDocument(TypedDict):
@@ -226,6 +285,8 @@ class CheckpointDocument(TypedDict):
     kind: Literal["checkpoint"]
     path: str
     format: Literal["ostraka", "orbax", "safetensors"]
+    separator: str
+    """Between the names in a path: `/`, or `.` for tensors of files."""
     id: str
     step: int | None
     metrics: dict[str, Number]
@@ -237,17 +298,20 @@ class CheckpointDocument(TypedDict):
     dtypes: dict[str, int]
     """Bytes by dtype."""
     hosts: dict[str, int]
-    """Stored bytes by host."""
-    meshes: list[dict[str, int]]
-    processes: int
-    devices: int
+    """Stored bytes by host. Empty if the hosts are unknown."""
+    places: Places
+    meshes: list[Mesh]
+    placements: list[Placement]
+    process_of: list[list[int]]
+    """The process of each device number, as runs `[start, step, count]`."""
+    processes: int | None
+    devices: int | None
     leaves: LeafTable
-    by_host: dict[str, dict[str, int]]
-    """Stored bytes by host and by the first names of the tree."""
     files: FileTable
     integrity: Integrity
+    values: ValuesRead
     details: dict[str, LeafDetails]
-    """By row number, for as many leaves as the page has room for. A board fetches the others."""
+    """By row number, the largest arrays first, as many as fit. A board fetches the others."""
     notes: list[str]
 
 
