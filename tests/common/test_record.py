@@ -11,7 +11,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka.common.record import Extremes, Record, Stopwatch, report, summarize, timeline
+from ostraka.common.record import (
+    MOST_PROCESSES,
+    Extremes,
+    Record,
+    Stopwatch,
+    Timeline,
+    read_timeline,
+    report,
+    summarize,
+    timeline,
+)
 from ostraka.testing import run_processes
 from places import Place, in_the_way
 
@@ -52,9 +62,12 @@ def test_save_is_recorded(place: Place, caplog: pytest.LogCaptureFixture):
     assert [entry.getMessage() for entry in caplog.records] == [str(record)]
     assert f"save {place / 'c'}: {total:,} bytes in " in str(record)
     kept = ostraka.open(place / "c").writer["timeline"]
-    names = [*(f"{phase}_s" for phase in phases[:-1]), "bytes", "process_bytes", "process_write_s"]
-    assert list(kept) == names
+    names = ["blocked_s", "bytes", "process_bytes", "process_write_s", "processes"]
+    assert list(kept) == [*(f"{phase}_s" for phase in phases[:-1]), *names]
     assert (kept["bytes"], kept["process_bytes"]) == (total, [total, total])
+    assert kept["processes"] == [[total, kept["process_write_s"][0]]]
+    assert sum(kept[f"{phase}_s"] for phase in phases[:-1]) - 0.001 <= kept["blocked_s"]
+    assert kept["blocked_s"] <= record.blocked_s + 0.001
 
 
 def test_save_in_the_background_is_recorded(place: Place):
@@ -64,6 +77,8 @@ def test_save_in_the_background_is_recorded(place: Place):
     assert records == [handle.record]
     assert records[0].blocked_s < records[0].total_s
     assert records[0].bytes == handle.bytes_total
+    kept = ostraka.open(place / "c").writer["timeline"]
+    assert kept["blocked_s"] == round(records[0].blocked_s, 4)
 
 
 def test_failed_save_has_no_record(place: Place):
@@ -126,10 +141,11 @@ def test_records_of_several_processes_compare_them(place: Place):
         assert 0 < records[0].process_bytes.least <= records[0].process_bytes.most
         assert records[0].process_s.least <= records[0].process_s.most
     assert saves[0].bytes == shard_bytes(place)
-    assert ostraka.open(place).writer["timeline"]["process_bytes"] == [
-        saves[0].process_bytes.least,
-        saves[0].process_bytes.most,
-    ]
+    kept = ostraka.open(place).writer["timeline"]
+    assert kept["process_bytes"] == [saves[0].process_bytes.least, saves[0].process_bytes.most]
+    sizes, seconds = zip(*kept["processes"], strict=True)
+    assert (sum(sizes), min(sizes), max(sizes)) == (saves[0].bytes, *kept["process_bytes"])
+    assert (min(seconds), max(seconds)) == tuple(kept["process_write_s"])
 
 
 def test_summary_has_the_least_and_the_most():
@@ -142,7 +158,35 @@ def test_phase_that_comes_twice_adds_up():
     watch.lap("b")
     watch.lap("a")
     assert list(watch.phases) == ["a", "b"]
-    assert list(timeline(watch, [1, 1, 1, 0.0, 0.0]))[:2] == ["a_s", "b_s"]
+    assert list(timeline(watch, [1, 1, 1, 0.0, 0.0], [(1, 0.0)]))[:2] == ["a_s", "b_s"]
+
+
+def test_timeline_of_very_many_processes_lists_none():
+    def kept(processes: int) -> dict[str, Any]:
+        reports = [(5, 1.0)] * processes
+        return timeline(Stopwatch(), summarize(reports), reports)
+
+    assert kept(MOST_PROCESSES)["processes"] == [[5, 1.0]] * MOST_PROCESSES
+    assert "processes" not in kept(MOST_PROCESSES + 1)
+
+
+def test_timeline_is_read_back():
+    watch = Stopwatch(phases={"capture": 0.5, "write": 2.0}, blocked_s=0.75)
+    reports = [(5, 1.0), (7, 2.0)]
+    found = read_timeline({"timeline": timeline(watch, summarize(reports), reports)})
+    assert found == Timeline({"capture": 0.5, "write": 2.0}, 0.75, 12, tuple(reports))
+    assert (found.total_s, found.background_s) == (2.5, 1.75)
+
+
+@pytest.mark.parametrize("value", [None, [], "x", {}, {"write_s": "1"}, {"write_s": -1.0}])
+def test_timeline_of_others_may_be_anything(value: Any):
+    assert read_timeline({"timeline": value}) is None
+
+
+@pytest.mark.parametrize("processes", ["x", [[1]], [[-1, 0.0]], [[1, "2"]], [1], [[10**400, 1.0]]])
+def test_processes_of_others_may_be_anything(processes: Any):
+    found = read_timeline({"timeline": {"write_s": 1.0, "bytes": -1, "processes": processes}})
+    assert found == Timeline({"write": 1.0}, None, None, ())
 
 
 def test_record_of_nothing_has_no_throughput():

@@ -17,6 +17,7 @@ from ostraka.cli._output import (
     screen_width,
     wrap,
 )
+from ostraka.common.record import read_timeline
 from ostraka.common.text import json_number, shorten, show_shape, show_value
 from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 _VALUE_WIDTH = 60
 _MOST_HOSTS = 4
-_MOST_SECONDS = 1e9
-"""No save takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,7 @@ def totals_lines(source: Source, rows: Sequence[LeafRow]) -> list[str]:
         rest = len(hosts) - _MOST_HOSTS
         more = f" and {rest:,} more; --files lists all" if rest > 0 else ""
         lines.append(f"{'host' if len(hosts) == 1 else 'hosts'}: {shown}{more}")
-    lines += _took(source.saved.writer.get("timeline"))
+    lines += _took(source.saved.writer)
     lines += _model_line(source.saved.user.get(CONFIG))
     user = {name: value for name, value in source.saved.user.items() if name != CONFIG}
     if user:
@@ -253,25 +252,16 @@ def directory_lines(names: Sequence[str]) -> list[str]:
     return [f"files are in {printable(name)}/" for name in directories]
 
 
-def _took(timeline: Any) -> list[str]:
+def _took(writer: Mapping[str, Any]) -> list[str]:
     """The duration of the save and of its phases, if `_METADATA` has it."""
-    given: dict[Any, Any] = timeline if isinstance(timeline, dict) else {}
-    phases = {
-        name.removesuffix("_s"): float(seconds)
-        for name, seconds in given.items()
-        if isinstance(name, str)
-        and name.endswith("_s")
-        and type(seconds) in (int, float)
-        and 0 <= seconds <= _MOST_SECONDS
-    }
-    if not phases:
+    found = read_timeline(writer)
+    if found is None:
         return []
-    total = sum(phases.values())
-    shown = ", ".join(f"{printable(name)} {human_seconds(s)}" for name, s in phases.items())
-    nbytes = given.get("bytes")
+    total, phases = found.total_s, found.phases.items()
+    shown = ", ".join(f"{printable(name)} {human_seconds(seconds)}" for name, seconds in phases)
     rate = ""
-    if type(nbytes) is int and 0 <= nbytes < 1 << 63 and total > 0:
-        rate = f", {human_size(int(nbytes / total))}/s"
+    if found.bytes is not None and total > 0:
+        rate = f", {human_size(int(found.bytes / total))}/s"
     return [f"took {human_seconds(total)}{rate} ({shown})"]
 
 

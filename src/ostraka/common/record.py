@@ -124,15 +124,90 @@ def call_safely(callback: Callable[..., None], *args: Any, in_background: bool) 
         logger.exception("%r raised; what it was told of is done all the same", callback)
 
 
-def timeline(watch: Stopwatch, summary: Sequence[float]) -> dict[str, Any]:
-    """The timeline of a save in `_METADATA`."""
+MOST_PROCESSES = 1024
+"""The timeline in `_METADATA` lists the processes if there are no more."""
+
+
+def timeline(
+    watch: Stopwatch, summary: Sequence[float], reports: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """The timeline of a save in `_METADATA`, from the bytes and seconds of each process."""
     phases = {f"{name}_s": round(seconds, 4) for name, seconds in watch.phases.items()}
-    return {
+    found: dict[str, Any] = {
         **phases,
+        "blocked_s": round(watch.blocked_s or watch.total_s, 4),
         "bytes": int(summary[0]),
         "process_bytes": [int(summary[1]), int(summary[2])],
         "process_write_s": [round(summary[3], 4), round(summary[4], 4)],
     }
+    if len(reports) <= MOST_PROCESSES:
+        found["processes"] = [[nbytes, round(seconds, 4)] for nbytes, seconds in reports]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The timeline of a save, as `_METADATA` has it."""
+
+    phases: Mapping[str, float]
+    """The seconds of each phase on process 0, in order, up to the commit."""
+    blocked_s: float | None
+    """How long the caller waited. None if the save did not record it."""
+    bytes: int | None
+    processes: Sequence[tuple[int, float]]
+    """The bytes that each process wrote, and the seconds that it took. Empty if unknown."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def background_s(self) -> float | None:
+        """How long the save went on after the caller had it back, or None if unknown."""
+        return None if self.blocked_s is None else max(self.total_s - self.blocked_s, 0.0)
+
+
+_MOST_PHASES = 32
+_MOST_SECONDS = 1e9
+"""No save takes longer."""
+
+
+def read_timeline(writer: Mapping[str, Any]) -> Timeline | None:
+    """The timeline in the writer of `_METADATA`, which anybody may have written. None without."""
+    found: Any = writer.get("timeline")
+    given: dict[Any, Any] = found if isinstance(found, dict) else {}
+    phases = {
+        name.removesuffix("_s"): float(seconds)
+        for name, seconds in given.items()
+        if isinstance(name, str) and name.endswith("_s") and _is_duration(seconds)
+    }
+    blocked_s = phases.pop("blocked", None)
+    if not phases or len(phases) > _MOST_PHASES:
+        return None
+    nbytes, listed = given.get("bytes"), given.get("processes")
+    reports: list[Any] = listed if isinstance(listed, list) else []
+    is_sound = len(reports) <= MOST_PROCESSES and all(map(_is_report, reports))
+    return Timeline(
+        phases,
+        blocked_s,
+        nbytes if _is_size(nbytes) else None,
+        tuple((size, float(seconds)) for size, seconds in reports) if is_sound else (),
+    )
+
+
+def _is_report(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    pair: list[Any] = value
+    return len(pair) == 2 and _is_size(pair[0]) and _is_duration(pair[1])
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_duration(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= _MOST_SECONDS
 
 
 # How often to save, by Daly's formula. Pure.

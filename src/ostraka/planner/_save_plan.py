@@ -655,14 +655,15 @@ def _describe_writer(sizes: Sequence[int], *, has_parity: bool) -> dict[str, Any
     shorter.
     """
     phases = (*_PHASES, "parity") if has_parity else _PHASES
-    watch = Stopwatch(phases=dict.fromkeys(phases, _SOME_SECONDS))
+    watch = Stopwatch(phases=dict.fromkeys(phases, _SOME_SECONDS), blocked_s=_SOME_SECONDS)
+    by_process = [(size, _SOME_SECONDS) for size in sizes]
     return {
         "ostraka": __version__,
         "jax": version("jax"),  # without importing it
         "python": platform.python_version(),
         "time": "2000-01-01T00:00:00.000+00:00",
         "hosts": [socket.gethostname()] * len(sizes),
-        "timeline": timeline(watch, summarize([(size, _SOME_SECONDS) for size in sizes])),
+        "timeline": timeline(watch, summarize(by_process), by_process),
     }
 
 

@@ -40,14 +40,15 @@ def commit(
     operation, place, watch = save.operation, save.place, save.watch
 
     def decide(reports: list[Any]) -> list[float]:
-        summary = summarize(list(map(itemgetter("written"), reports)))
+        by_process = list(map(itemgetter("written"), reports))
+        summary = summarize(by_process)
         writer = {
             "ostraka": __version__,
             "jax": jax.__version__,
             "python": platform.python_version(),
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "hosts": list(agreed.host_names),
-            "timeline": timeline(watch, summary),
+            "timeline": timeline(watch, summary, by_process),
         }
         files = list(map(itemgetter("files"), reports))
         user = save.options.metadata or {}
