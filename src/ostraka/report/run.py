@@ -357,7 +357,7 @@ def _notes(
             "keep_if, a function of the program, decides which steps stay, so nobody else knows "
             "which step is deleted next."
         )
-    if rules is not None and rules.keep_best is not None:
+    if rules is not None and rules.keep_best is not None and any(r["goes_next"] for r in rows):
         notes.append(
             f"If the next step is among the best by {rules.keep_best.metric}, another one is "
             "deleted than the one shown."

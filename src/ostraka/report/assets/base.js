@@ -173,13 +173,13 @@ export function choice(label, options, chosen, onchange) {
   return h("div", { class: "choice", role: "group", "aria-label": label }, h("span", {}, label), buttons);
 }
 
-/** A table whose columns sort. `columns`: `[{name, value(row), show?(row), right?}]`. */
-export function dataTable(columns, rows, { most = 200, sort = null, descending = false, onpick = null, empty = "none" } = {}) {
+/** A table whose columns sort. `columns`: `[{name, value(row), show?(row), right?}]`. `state` keeps the order. */
+export function dataTable(columns, rows, { most = 200, sort = null, descending = false, onpick = null, empty = "none", state = {} } = {}) {
   if (!rows.length) return h("p", { class: "muted" }, empty);
-  let order = sort, isDown = descending;
+  let order = state.order ?? sort, isDown = state.isDown ?? descending;
   const head = columns.map((column) =>
     h("th", { class: column.right ? "right" : null, scope: "col" },
-      h("button", { type: "button", onclick: () => { isDown = order === column.name ? !isDown : Boolean(column.right); order = column.name; draw(); } }, column.name)));
+      h("button", { type: "button", onclick: () => { isDown = order === column.name ? !isDown : Boolean(column.right); order = column.name; Object.assign(state, { order, isDown }); draw(); } }, column.name)));
   const body = h("tbody", {});
   const more = h("p", { class: "muted" });
   function draw() {
