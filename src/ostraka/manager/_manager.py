@@ -754,7 +754,8 @@ class Manager:
         self._links = set(found["links"])
         self._newest, self._is_foreign = found["newest"], found["is_foreign"]
         if jax.process_index() == 0:
-            self._run_file = RunFileWriter(self._root.store, self._rules())
+            check = self._lock.check_place
+            self._run_file = RunFileWriter(self._root.store, self._rules(), check)
             self._run_file.begin()
         if self._mirror is not None:
             self._mirror.run_file = self._run_file
@@ -878,6 +879,8 @@ class Manager:
             self._root.prepare()
             self._lock.release()
             self._lock.acquire(wait=False)
+            if self._run_file is not None:
+                self._run_file.begin()
         self._root.refuse_link(name)
         self._retention.prepare_to_save(step)
 

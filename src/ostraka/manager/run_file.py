@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -236,8 +236,10 @@ class RunFileWriter:
     An error is no reason to disturb the run: it is logged, and the file stays as it was.
     """
 
-    def __init__(self, store: Store, rules: RunRules):
+    def __init__(self, store: Store, rules: RunRules, check: Callable[[], None]):
+        """`check` raises if the directory is no longer the one that the Manager has locked."""
         self._store = store
+        self._check = check
         self._document: dict[str, Any] = {
             "format": _FORMAT,
             "host": socket.gethostname(),
@@ -310,7 +312,7 @@ class RunFileWriter:
                 self._is_asked = False
                 data = json.dumps(self._document).encode()
             try:
-                self._store.put(RUN_NAME, data)
+                self._store.put(RUN_NAME, data, check=self._check)
             except Exception as error:
                 log.info("%s in %s is not written: %s", RUN_NAME, self._store, describe(error))
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any
@@ -93,9 +94,9 @@ class Board:
 
     # What may be asked
 
-    def check(self, headers: Mapping[str, str | None], query: Mapping[str, str]) -> None:
+    def check(self, headers: Message[str, str], query: Mapping[str, str]) -> None:
         """Refuse a request from another site, or without the token."""
-        host = headers.get("Host") or ""
+        host = headers.get("Host", "")
         if not self._is_own(host):
             raise Refusal(403, f"this board answers to its own address only, not to {host!r:.80}")
         origin = headers.get("Origin")
@@ -105,7 +106,7 @@ class Board:
             raise Refusal(403, f"a page from {origin!r:.80} may not read this board")
         if site not in (None, "same-origin", "none") and mode != "navigate":
             raise Refusal(403, "a page from another site may not read this board")
-        given = headers.get("X-Ostraka-Token") or query.get("token", "")
+        given = headers.get("X-Ostraka-Token", "") or query.get("token", "")
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
             raise Refusal(403, "the token is missing or wrong; open the address that was printed")
 
@@ -209,6 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = _REQUEST_S
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    raw_requestline: bytes
 
     def version_string(self) -> str:
         return "ostraka"
