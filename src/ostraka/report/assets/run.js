@@ -15,11 +15,11 @@ const TIME_COLOURS = { blocked: "var(--c3)", background: "var(--c5)" };
 const PLOT = { left: 58, right: 14, top: 14, bottom: 30 };
 
 /** What a person chose on the page. It outlives the next drawing. */
-const runView = { table: {}, by: "time" };
+const runView = { table: {}, by: "time", widths: {} };
 
 /** The page of a run. On a board `live.open(path)` shows a step. */
 export function drawRun(found, live) {
-  const together = [];
+  const together = new Map();
   const open = live ? (row) => live.open(row.path) : null;
   const shared = { rows: found.steps, together, open };
   return h("div", { class: "cards" },
@@ -84,16 +84,18 @@ function mirrorText(mirror) {
 
 // Charts. They are drawn at their width in pixels, so that letters stay readable on any screen.
 
-function plot(height, draw) {
+function plot(name, height, draw) {
   const box = h("div", { class: "plot" });
   let drawn = 0;
   box.style.minHeight = `${height}px`;
-  new ResizeObserver(() => {
-    const width = Math.floor(box.clientWidth);
+  const drawAt = (width) => {
     if (!width || width === drawn) return;
-    drawn = width;
+    runView.widths[name] = drawn = width;
     replaceAll(box, draw(width));
-  }).observe(box);
+  };
+  // At once if it was drawn before: a page that is drawn again must not jump.
+  drawAt(runView.widths[name]);
+  new ResizeObserver(() => drawAt(Math.floor(box.clientWidth))).observe(box);
   return box;
 }
 
@@ -159,7 +161,7 @@ function pickable(drawing, xs, { rows, together, open }, { width, height, label 
     event.preventDefault();
     pick(Math.min(Math.max(to, 0), rows.length - 1));
   });
-  together.push(show);
+  together.set(label, show);
   drawing.append(line, area);
   return drawing;
 }
@@ -217,7 +219,7 @@ function stepsCard(found, shared) {
   const hasTimes = rows.every((row) => row.saved_at !== null);
   const draw = () => {
     const byTime = hasTimes && runView.by === "time";
-    replaceAll(box, plot(96, (width) => drawSteps(rows, shared, width, byTime)));
+    replaceAll(box, plot("steps", 96, (width) => drawSteps(rows, shared, width, byTime)));
   };
   const options = choice("Axis", [["time", "time"], ["step", "step"]], runView.by, (value) => { runView.by = value; draw(); });
   draw();
@@ -263,7 +265,7 @@ function metricCard(found, name, shared) {
   const section = card(name,
     h("p", { class: "reading" }, h("b", {}, formatNumber(about.latest)), h("span", { class: "muted" }, " latest"),
       best ? [h("b", {}, formatNumber(best.metrics[name])), h("span", { class: "muted" }, ` best (${about.better === "low" ? "lowest" : "highest"}), step ${formatNumber(best.step)}`)] : null),
-    plot(170, (width) => drawMetric(rows, name, about, shared, width)));
+    plot(`metric ${name}`, 170, (width) => drawMetric(rows, name, about, shared, width)));
   const names = Object.keys(found.metrics);
   section.classList.add(cardWidth(names.indexOf(name), names.length));
   section.dataset.metric = name;
@@ -323,7 +325,7 @@ function colourLegend(colours, texts) {
 function sizesCard(found, shared) {
   const parts = found.steps.map((row) => row.groups), last = parts.findLast((one) => one) ?? {};
   const texts = Object.fromEntries(Object.keys(GROUP_COLOURS).map((key) => [key, last[key] === undefined ? key : `${key}: ${formatBytes(last[key])} in the newest step`]));
-  const section = card("Bytes by group", plot(190, (width) => drawStacks(found.steps, parts, GROUP_COLOURS, formatBytes, shared, width, 190, "Bytes by group")), colourLegend(GROUP_COLOURS, texts));
+  const section = card("Bytes by group", plot("sizes", 190, (width) => drawStacks(found.steps, parts, GROUP_COLOURS, formatBytes, shared, width, 190, "Bytes by group")), colourLegend(GROUP_COLOURS, texts));
   section.classList.add("half");
   section.id = "sizes";
   return section;
@@ -335,7 +337,7 @@ function timesCard(found, shared) {
   const advice = found.advice, steps = advice?.interval_steps ? `, which is ${formatCount(advice.interval_steps, "step")}` : "";
   const advised = !advice ? null : advice.interval_s !== null ? `every ${formatSeconds(advice.interval_s)}${steps}` : "unknown: give the Manager mtbf_s";
   const section = card("Seconds of each save",
-    parts.some(Boolean) ? plot(190, (width) => drawStacks(rows, parts, TIME_COLOURS, formatSeconds, shared, width, 190, "Seconds of each save")) : h("p", { class: "muted" }, "These saves have recorded no times."),
+    parts.some(Boolean) ? plot("times", 190, (width) => drawStacks(rows, parts, TIME_COLOURS, formatSeconds, shared, width, 190, "Seconds of each save")) : h("p", { class: "muted" }, "These saves have recorded no times."),
     colourLegend(TIME_COLOURS, { blocked: "blocked: the loop waited", background: "background: the loop went on" }),
     facts({ "time between saves (median)": medianText(between), "advised interval": advised }));
   section.classList.add("half");
