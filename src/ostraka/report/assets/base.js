@@ -51,7 +51,10 @@ export function formatBytes(count) {
   if (count === null || count === undefined) return "unknown";
   if (count < 1024) return `${count} B`;
   const power = Math.min(Math.floor(Math.log2(count) / 10), 6);
-  return `${(count / 1024 ** power).toFixed(1)} ${" KMGTPE"[power]}iB`;
+  // Ties go to the even digit, as in Python: the page and the command print the same.
+  const tenths = count / 1024 ** power * 10, below = Math.floor(tenths);
+  const rounded = tenths - below === 0.5 ? below + below % 2 : Math.round(tenths);
+  return `${(rounded / 10).toFixed(1)} ${" KMGTPE"[power]}iB`;
 }
 
 export function formatSeconds(seconds) {
