@@ -32,7 +32,12 @@ DAMAGED, PINNED, EVALUATED = 2000, 300, 4000
 
 def tree(step: int) -> dict[str, Any]:
     params = {"w": np.full((16, 8), step, np.float32), "b": np.zeros(8, np.float32)}
-    return {"params": params, "opt_state": {"mu": params["w"] + 1}, "count": np.arange(4), "step": step}
+    return {
+        "params": params,
+        "opt_state": {"mu": params["w"] + 1},
+        "count": np.arange(4),
+        "step": step,
+    }
 
 
 def loss_at(step: int) -> float:
