@@ -157,7 +157,7 @@ def test_other_sites_are_refused(served: tuple[Path, int], headers: dict[str, st
 def test_it_only_reads(served: tuple[Path, int], method: str):
     status, _, answer = ask(served[1], f"/?token={TOKEN}", method=method)
     assert status == 405
-    assert answer == {"error": "a board answers get and head only"}
+    assert answer == {"error": "a board answers GET and HEAD only"}
 
 
 @pytest.mark.parametrize(

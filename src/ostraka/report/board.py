@@ -236,9 +236,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer what the server itself refuses: a wrong request line, or another method."""
         self.close_connection = True
         self.command = getattr(self, "command", None) or "GET"
+        self.request_version = "HTTP/1.1"
         if code == 501:
             code, message = 405, "a board answers GET and HEAD only"
-        self._send_json(int(code), {"error": (message or "the request is not understood").lower()})
+        self._send_json(int(code), {"error": message or "the request is not understood"})
 
     def do_HEAD(self) -> None:
         self.do_GET()
