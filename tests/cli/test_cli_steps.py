@@ -35,7 +35,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
+    return sorted(path.name for path in root.iterdir() if path.name != "_RUN")
 
 
 def leave_behind(directory: Path, name: str = LEFT) -> Path:

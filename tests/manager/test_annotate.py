@@ -12,7 +12,7 @@ import ostraka
 from ostraka import Best, Manager
 from ostraka.errors import CheckpointNotFound, PathInTheWay
 from ostraka.manager import annotate as module
-from places import Place
+from places import Place, names_of
 
 
 def save_steps(place: Place, *steps: int, **options) -> None:
@@ -66,7 +66,7 @@ def test_a_deleted_step_leaves_nothing(tmp_path: Path):
     ostraka.annotate(tmp_path / "1", metrics={"eval": 0.1}, pinned=True)
     with Manager(tmp_path) as manager:
         manager.delete(1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+    assert names_of(tmp_path) == ["step_00000002"]
 
 
 def test_a_step_that_is_annotated_while_retention_looks_stays(

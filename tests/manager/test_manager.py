@@ -41,7 +41,9 @@ from runs import damage, fill, tree_of
 
 
 def names_in(root: Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+    """All names, but for `_RUN`."""
+    names = (str(path.relative_to(root)) for path in root.rglob("*"))
+    return sorted(name for name in names if not name.startswith("_RUN"))
 
 
 # When to save

@@ -21,7 +21,7 @@ from ostraka.errors import CheckpointNotFound, Damaged, PathInTheWay, StoreError
 from ostraka.saving.place import find_leftovers
 from ostraka.storage import _claim, open_store
 from ostraka.testing import FaultyStore, run_processes
-from places import place_of_kind
+from places import names_of, place_of_kind
 from runs import LONG_S, Gate, contents, damage, fill, raises_from, steps_in, tree_of
 
 # pyright: reportPrivateUsage=false
@@ -183,7 +183,7 @@ def test_a_step_that_changes_while_it_is_copied(root: Path, mirror: Path, when: 
         manager.wait()
         manager.save(2, tree_of(2))
     assert contents(mirror) == contents(root)
-    assert sorted(os.listdir(mirror)) == sorted(os.listdir(root))
+    assert names_of(mirror) == names_of(root)
     assert ("step 1 was deleted from" in caplog.text) == (when == "deleted")
 
 

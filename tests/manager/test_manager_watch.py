@@ -28,7 +28,7 @@ from ostraka.manager.steps import Root
 from ostraka.manager.watch import Watch
 from ostraka.storage import MemoryStore, Store, _claim, _memory, open_store
 from ostraka.testing import FaultyStore, run_processes
-from places import place_of_kind
+from places import names_of, place_of_kind
 from programs import run_quietly
 from runs import LONG_S, damage, fill, tree_of, wait_until
 
@@ -646,7 +646,7 @@ def test_a_run_that_does_not_wait_is_seen_whole(tmp_path: Path, steps: int, ahea
     assert reader.seen == list(range(1, steps + 1))
     run.end()
     fill(tmp_path, steps + 1, keep=2)
-    assert sorted(os.listdir(tmp_path)) == [f"step_{steps:08d}", f"step_{steps + 1:08d}"]
+    assert names_of(tmp_path) == [f"step_{steps:08d}", f"step_{steps + 1:08d}"]
 
 
 def test_a_run_that_is_killed_and_goes_on(tmp_path: Path):
@@ -659,7 +659,7 @@ def test_a_run_that_is_killed_and_goes_on(tmp_path: Path):
     assert reader.seen == list(range(1, 13))
     reader.watched.close()
     reader.run.end()
-    left = set(os.listdir(tmp_path)) - {"step_00000010"}
+    left = set(names_of(tmp_path)) - {"step_00000010"}
     assert left == {"step_00000011", "step_00000012"}
 
 

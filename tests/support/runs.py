@@ -37,9 +37,9 @@ def damage(root: Any, *steps: int, name: str = ".safetensors") -> None:
 
 
 def contents(path: Any) -> dict[str, bytes]:
-    """The bytes of each file, claims left out."""
+    """The bytes of each file. Claims and `_RUN` are left out."""
     store = open_store(path)
-    names = [file.name for file in store.files("") if not file.name.startswith("_CLAIM-")]
+    names = [f.name for f in store.files("") if not f.name.startswith(("_CLAIM-", "_RUN"))]
     return {name: store.get(name) for name in names}
 
 

@@ -42,6 +42,10 @@ class Terminal:
         self._process.wait()
         os.close(self._own)
 
+    def wait(self) -> int:
+        """The exit code of the program, which ends by itself."""
+        return self._process.wait(DEADLINE_S)
+
     def type(self, keys: str) -> None:
         os.write(self._own, keys.encode())
 

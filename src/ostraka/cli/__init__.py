@@ -27,6 +27,8 @@ _SECTIONS = {
     },
     "Look": {
         "report": "Write a page that shows each PATH: a run directory or a checkpoint",
+        "board": "Show the run in DIRECTORY in a browser while it goes on",
+        "top": "Show the run in DIRECTORY in the terminal while it goes on",
     },
     "Change": {
         "copy": "Copy the checkpoint at SRC to DST",

@@ -68,7 +68,8 @@ def _documents(
     paths: tuple[str, ...], compare: bool, values: bool | None, verified: bool, names: Any
 ) -> list[Document]:
     from ostraka.report.checkpoint import describe_checkpoint
-    from ostraka.report.run import describe_run, is_run
+    from ostraka.report.run import describe_run
+    from ostraka.report.steps import is_run
 
     if compare:
         from ostraka.report.comparison import describe_changes, describe_comparison

@@ -9,6 +9,8 @@ PIN_NAME = "_PINNED"
 """The empty file in a step's directory that exempts the step from retention."""
 ADDED_NAME = "_METRICS"
 """The file in a step's directory with metrics that were added after its commit."""
+RUN_NAME = "_RUN"
+"""The file in a run directory in which its Manager says what it keeps. Nothing depends on it."""
 
 _MOST_LISTED = 10
 

@@ -42,6 +42,7 @@ from ostraka.manager._recover import Places, Recovery
 from ostraka.manager._when import Schedule
 from ostraka.manager.leases import RootLock
 from ostraka.manager.retain import Retention, remove_step
+from ostraka.manager.run_file import RunFileWriter, RunRules
 from ostraka.manager.steps import Root, Step, refuse_emptied, with_metrics
 from ostraka.manager.watch import BACKLOG, Watch
 from ostraka.processes.decide import agree, check_alike, decide_together
@@ -197,6 +198,8 @@ class Manager:
         """True if another library wrote the newest step."""
         self._closed = False
         self._process = os.getpid()
+        self._run_file: RunFileWriter | None = None
+        """On the process that writes it."""
         self._preemption: Preemption | None = None
         self._interrupt: Interrupt | None = None
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -325,6 +328,8 @@ class Manager:
         self._meter.leave(number, began=due, saving=self._pending.is_running())
         if due and jax.process_index() == 0:
             self._meter.log_changes()
+            if self._run_file is not None:
+                self._run_file.note_advice(self._meter.advise())
         if is_last_call:
             self._answer_preemption(number)
         return due
@@ -767,10 +772,31 @@ class Manager:
         self._renamed = set(found["renamed"])
         self._links = set(found["links"])
         self._newest, self._is_foreign = found["newest"], found["is_foreign"]
+        if jax.process_index() == 0:
+            check = self._lock.check_place
+            self._run_file = RunFileWriter(self._root.store, self._rules(), check)
+            self._run_file.begin()
         if self._mirror is not None:
+            self._mirror.run_file = self._run_file
             # Weakly: the thread must not keep a manager alive that nobody has any more.
             self._mirror.start(found["mirror"], weakref.WeakMethod(self._retention.begin_again))
             weakref.finalize(self, self._mirror.stop, alone=True).atexit = False
+
+    def _rules(self) -> RunRules:
+        schedule, keep, mirror = self._schedule, self._keep, self._places.mirror
+        return RunRules(
+            schedule.every,
+            schedule.every_s,
+            tuple(sorted(schedule.at)),
+            schedule.when is not None,
+            keep.last,
+            keep.every,
+            keep.interval_s,
+            keep.best,
+            keep.condition is not None,
+            None if mirror is None else mirror.location,
+            self._mirror_every,
+        )
 
     def _leave(self, *, alone: bool) -> None:
         # Ctrl-C may interrupt this at any line; a second `close` then does the rest.
@@ -785,6 +811,8 @@ class Manager:
         finally:
             for watch in list(self._watches):
                 watch.close()
+            if self._run_file is not None:
+                self._run_file.end()
             self._lock.release()
             self._closed = True
 
@@ -884,6 +912,8 @@ class Manager:
             self._root.prepare()
             self._lock.release()
             self._lock.acquire(wait=False)
+            if self._run_file is not None:
+                self._run_file.begin()
         self._root.refuse_link(name)
         self._retention.prepare_to_save(step)
 

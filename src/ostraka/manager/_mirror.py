@@ -30,6 +30,7 @@ from ostraka.errors import Busy, Damaged, OstrakaError, PathInTheWay, StoreError
 from ostraka.formats.ostraka.source import OstrakaSource, open_ostraka
 from ostraka.layout.file_names import list_steps
 from ostraka.manager.leases import RootLock
+from ostraka.manager.run_file import RunFileWriter
 from ostraka.manager.steps import Root, Step
 from ostraka.processes.operation import Operation, ProcessFailed
 from ostraka.processes.service import Keys, Member, this_member
@@ -82,6 +83,8 @@ class Mirror:
         self._is_locked = False
         self._is_clean = False
         """True once the files of interrupted copies are gone there."""
+        self.run_file: RunFileWriter | None = None
+        """Learns which steps wait for a copy."""
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._copier: StepCopier | None = None
@@ -221,6 +224,9 @@ class Mirror:
             self._copying = None
             self._answered = wanted
             before, self._failure = self._failure, failure
+            if self.run_file is not None:
+                problem = None if failure is None else _reason(failure)
+                self.run_file.note_mirror(self._waiting, problem)
             self._changed.notify_all()
             if failure is None:
                 self._pause_s = _FIRST_PAUSE_S
@@ -253,6 +259,8 @@ class Mirror:
                 continue
             if not self._settle(step.step, status, why):
                 failed[step.step] = StoreError(f"step {step.step} was replaced while it was copied")
+            if self.run_file is not None:
+                self.run_file.note_mirror(self._waiting, None)
             if status == "there" and (tell := on_copied()) is not None:
                 tell()
         left = failed.keys() & self._waiting

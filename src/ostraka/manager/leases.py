@@ -228,11 +228,11 @@ class Leases:
     def _list(self) -> list[Lease]:
         """Return the lease of each reader that counts."""
         names = _listed(self._store)
-        leases = _latest_of_each(names)
+        leases = latest_of_each(names)
         if not self._known <= leases.keys():
             # A reader has left. Or it moved on while the names were listed, which is no single
             # moment: the old name was gone before its turn, and the new name came after it.
-            leases = _latest_of_each([*names, *_listed(self._store)])
+            leases = latest_of_each([*names, *_listed(self._store)])
         self._known = set(leases)
         return list(leases.values())
 
@@ -339,7 +339,7 @@ def _listed(store: Store) -> list[str]:
     return [name for name in store.list() if name.startswith(_PREFIX) and is_lease(name)]
 
 
-def _latest_of_each(names: Sequence[str]) -> dict[str, Lease]:
+def latest_of_each(names: Sequence[str]) -> dict[str, Lease]:
     """Return the lease of each reader that counts, by reader."""
     latest: dict[str, Lease] = {}
     for match in filter(None, map(_NAME.fullmatch, names)):

@@ -9,7 +9,7 @@ touched, except for files of interrupted saves and deletions in directories that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -33,23 +33,25 @@ from ostraka.errors import (
 )
 from ostraka.formats import about_orbax, open_source, version_of_orbax
 from ostraka.formats.orbax.names import has_orbax_names
-from ostraka.formats.ostraka.source import open_ostraka
+from ostraka.formats.ostraka.source import OstrakaSource, open_ostraka
 from ostraka.formats.unknown import likely_steps
 from ostraka.layout import shard_file
 from ostraka.layout.file_names import (
     ADDED_NAME,
     PIN_NAME,
+    RUN_NAME,
     list_steps,
     name_of,
     names_of_step,
     possible_steps,
+    prefixed_steps,
     step_of,
     steps_among,
 )
 from ostraka.manager.leases import remove_expired_leases
 from ostraka.reading.metrics import NO_METRICS, RESERVED_KEY, metrics_in, read_added
 from ostraka.saving.place import collect_garbage, find_leftovers, may_have_lost_metadata
-from ostraka.storage import PathLike, Store, open_store, refuse_claimed
+from ostraka.storage import FileInfo, PathLike, Store, is_temporary, open_store, refuse_claimed
 
 # Metrics of a step, which are stored in the user metadata of its checkpoint.
 
@@ -150,6 +152,9 @@ _UNREAD = Step(-1, None, NO_METRICS, False)
 
 _Look = Callable[[str], Step | None]
 """Returns the checkpoint in a directory."""
+_NO_FILES: Mapping[str, FileInfo] = MappingProxyType({})
+FilesBelow = Mapping[str, Mapping[str, FileInfo]]
+"""By name in a run directory, the files below it. The name of a file itself is empty."""
 _Until = Callable[[Sequence[Step]], bool]
 """Returns True if a scan has found enough."""
 
@@ -157,14 +162,20 @@ _Until = Callable[[Sequence[Step]], bool]
 class Root:
     """A run directory: a directory with steps in it."""
 
-    def __init__(self, path: PathLike):
+    def __init__(self, path: PathLike, on_read: Callable[[OstrakaSource], None] | None = None):
+        """`on_read` is called with each checkpoint of Ostraka's when its metadata is read."""
         self.store = open_store(path)
         self.location = self.store.location
+        self._on_read = on_read
         self._cache: dict[str, tuple[Any, Step]] = {}
         """By name, what each directory holds, and the version of the file that says so.
 
         Pins are not remembered.
         """
+        self._listed: dict[str, tuple[Any, Step | None]] = {}
+        """By name, what a directory of another format holds, and the files that it had then."""
+        self._added: dict[str, tuple[Any, Mapping[str, float]]] = {}
+        """By name, the metrics that were added to a step, and the version of their file."""
         self._has_warned = False
         self._spared: set[str] = set()
         """Directories that a warning named because they may have lost their `_METADATA`."""
@@ -253,13 +264,66 @@ class Root:
         self._forget_all_but(there)
         return found[::-1]
 
+    def scan_files(self) -> tuple[list[Step], FilesBelow]:
+        """Return all steps as `scan` does, ascending, and the files in their directories.
+
+        In a bucket this takes one listing of all files. Each checkpoint is read once, and again
+        only if it was replaced.
+        """
+        steps, files, lost = list[Step](), dict[str, Mapping[str, FileInfo]](), set[str]()
+        for _ in range(_RETRIES):
+            files, before = self._list_files(), lost
+            named = possible_steps(files)
+            names = [name for names in named.values() for name in names]
+            look = dict(zip(names, self._of_each(names, self._look_listed(files)), strict=True))
+            found = (self._step(number, names, look.__getitem__) for number, names in named.items())
+            steps = ascending(filter(None, found))
+            lost = {n for n in names if shard_file.METADATA_NAME in files[n] and look[n] is None}
+            if lost == before:
+                break  # Else a step was deleted meanwhile, and others may have come.
+        self._forget_all_but(list(files))
+        return steps, files
+
+    def _list_files(self) -> FilesBelow:
+        found: dict[str, Mapping[str, FileInfo]] = {}
+        if not self.store.traits.is_remote:
+            for name in self.store.list():
+                found[name] = {}
+                with suppress(StoreError):  # Then it has problems, or it is a file.
+                    if step_of(name) is not None or prefixed_steps([name]):
+                        found[name] = {file.name: file for file in self.at(name).files("")}
+                    elif (file := self.store.look(name)) is not None:
+                        found[name] = {"": file}
+            return found
+        below: dict[str, dict[str, FileInfo]] = {}
+        for file in self.store.files(""):
+            name, _, rest = file.name.partition("/")
+            below.setdefault(name, {})[rest] = file
+        return {**below}
+
+    def _look_listed(self, files: FilesBelow) -> _Look:
+        def look(name: str) -> Step | None:
+            there = files[name].get(shard_file.METADATA_NAME)
+            if there is not None and step_of(name) is not None:
+                found = self._read(name, there.version, self._read_own)
+                if found is not None:
+                    return self._with_notes(name, found, files[name].keys(), files[name])
+            key = {rest: file.version for rest, file in files[name].items()}
+            known = self._listed.get(name)
+            if known is None or not key or known[0] != key:
+                known = self._listed[name] = (key, self._look_with_notes(name))
+            return known[1]
+
+        return look
+
     def steps(self) -> list[Step]:
         """Return the readable steps in ascending order."""
         return ascending(step for step in self.scan() if not step.problems)
 
     def forget(self, name: str) -> None:
         """Forget the contents of a directory that was saved to."""
-        self._cache.pop(name, None)
+        for known in (self._cache, self._listed, self._added):
+            known.pop(name, None)
 
     def look_again(self, steps: Iterable[Step]) -> list[Step]:
         """Return these steps as they are now, without those that are gone."""
@@ -321,7 +385,8 @@ class Root:
     def clean(self) -> None:
         """Remove files of interrupted saves and deletions, but nothing of a save that runs."""
         with self.changing.lock:
-            names = [name for name in self.store.list() if step_of(name) is not None]
+            there = self.store.list()
+            names = [name for name in there if step_of(name) is not None]
             for name, is_unusual in zip(names, self._of_each(names, self._is_unusual), strict=True):
                 if not is_unusual or self.store.is_link(name):
                     continue
@@ -332,6 +397,9 @@ class Root:
                     # Such files do no harm: no reason to stop the training.
                     log.exception("leftovers in %s can't be removed now", self.path(name))
             try:
+                for name in there:
+                    if is_temporary(name, RUN_NAME):
+                        self.store.delete(name)
                 remove_expired_leases(self.store)
             except OSError:
                 log.exception("leases in %s can't be removed now", self.location)
@@ -375,7 +443,8 @@ class Root:
         return run_all(work, names, threads=traits.reads_at_once, stop=StopSignal())
 
     def _forget_all_but(self, names: Sequence[str]) -> None:
-        for name in set(self._cache).difference(names):  # Another thread may add to it meanwhile.
+        known = {*self._cache, *self._listed, *self._added}
+        for name in known.difference(names):  # Another thread may add to it meanwhile.
             self.forget(name)
 
     def _look_at(
@@ -429,16 +498,34 @@ class Root:
         place, names = self.at(name), list[str]()
         with suppress(StoreError):  # Then it has problems, and is not deleted anyway.
             names = place.list()
+        return self._with_notes(name, found, names)
+
+    def _with_notes(
+        self,
+        name: str,
+        found: Step,
+        names: Collection[str],
+        files: Mapping[str, FileInfo] = _NO_FILES,
+    ) -> Step:
+        """Return a step with its pin and its added metrics. `names` are those in its directory.
+
+        With `files`, added metrics are read again only if their file has changed.
+        """
         # The target of a link is not the manager's to delete.
         found = replace(found, pinned=PIN_NAME in names or self.store.is_link(name))
         if ADDED_NAME not in names:
             return found
-        try:
-            added = read_added(place, found.save_id)
-        except OstrakaError as error:
-            log.warning("%s: %s is left out, so the step is kept", place.location, error)
-            return replace(found, pinned=True)
-        return replace(found, metrics=MappingProxyType({**found.metrics, **added}))
+        file, known = files.get(ADDED_NAME), self._added.get(name)
+        key = None if file is None else (file.version, found.save_id)
+        if known is None or key is None or known[0] != key:
+            place = self.at(name)
+            try:
+                known = (key, read_added(place, found.save_id))
+            except OstrakaError as error:
+                log.warning("%s: %s is left out, so the step is kept", place.location, error)
+                return replace(found, pinned=True)
+            self._added[name] = known
+        return replace(found, metrics=MappingProxyType({**found.metrics, **known[1]}))
 
     def _look(self, name: str) -> Step | None:
         """Return the checkpoint in a directory, or None if there is none.
@@ -450,7 +537,7 @@ class Root:
         try:
             there = place.look(shard_file.METADATA_NAME) if is_named else None
             if there is not None:
-                found = self._read(name, there.version, _read_own)
+                found = self._read(name, there.version, self._read_own)
                 if found is not None:
                     return found
             version = version_of_orbax(place, is_named=is_named)
@@ -462,6 +549,9 @@ class Root:
             # It may be the newest step: a directory that can't be read must not count as none.
             problem = Problem(shard_file.METADATA_NAME, describe(error.__cause__ or error))
             return self._remember(name, None, replace(_UNREAD, problems=(problem,)))
+
+    def _read_own(self, place: Store) -> Step | None:
+        return _read_own(place, self._on_read)
 
     def _read(self, name: str, version: Any, read: Callable[[Store], Step | None]) -> Step | None:
         known = self._cache.get(name)
@@ -502,7 +592,7 @@ def refuse_emptied(root: Root, number: int) -> None:
             return
 
 
-def _read_own(place: Store) -> Step | None:
+def _read_own(place: Store, on_read: Callable[[OstrakaSource], None] | None) -> Step | None:
     """Return what a `_METADATA` says, or None if Ostraka did not write it."""
     try:
         source = open_ostraka(place)
@@ -516,6 +606,8 @@ def _read_own(place: Store) -> Step | None:
         nbytes = sum(file.nbytes for file in source.files())
         at, metrics = saved_at(source.saved.writer), metrics_in(source.saved.user)
         save_id = source.saved.id
+        if on_read is not None:
+            on_read(source)
         return replace(_UNREAD, saved_at=at, metrics=metrics, nbytes=nbytes, save_id=save_id)
     names = place.list()
     if shard_file.METADATA_NAME not in names or not any(map(shard_file.is_shards_directory, names)):

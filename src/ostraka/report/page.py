@@ -27,30 +27,35 @@ _EXPORT = re.compile(r"^export (?=(async )?(function|const|class)\b)", re.MULTIL
 
 def render(page: Page) -> str:
     """The HTML of a page."""
-    script, style = _script(), _style()
-    reach = "'none'" if page["live"] is None else "'self'"
-    policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
-        f"img-src data:; connect-src {reach}; base-uri 'none'; form-action 'none'"
-    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta http-equiv="Content-Security-Policy" content="{policy(is_live=page["live"] is not None)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="referrer" content="no-referrer">
 <title>{html.escape(page["title"])}</title>
-<style>{style}</style>
+<style>{_style()}</style>
 </head>
 <body>
 <noscript>This page needs JavaScript. ostraka show, ls and plan print the same numbers.</noscript>
 <main id="page"></main>
 {_data(page)}
-<script type="module">{script}</script>
+<script type="module">{_script()}</script>
 </body>
 </html>
 """
+
+
+@cache
+def policy(*, is_live: bool) -> str:
+    """The Content-Security-Policy of a page. Only a live one may send requests, to its board."""
+    reach = "'self'" if is_live else "'none'"
+    script, style = _digest(_script()), _digest(_style())
+    return (
+        f"default-src 'none'; script-src '{script}'; style-src '{style}'; img-src data:; "
+        f"connect-src {reach}; base-uri 'none'; form-action 'none'"
+    )
 
 
 def embed(document: Any) -> str:

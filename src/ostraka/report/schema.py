@@ -84,12 +84,14 @@ class RunStep(TypedDict):
     held: int
     """The number of readers that hold it."""
     goes_next: bool
-    """True if retention deletes it with the next save."""
+    """True if retention deletes it after the next save."""
     metrics: dict[str, Number]
     groups: dict[str, int] | None
-    """Bytes by group: parameters, optimizer, other. None if the step was not looked into."""
+    """Bytes by group: parameters, optimizer, other. None if its metadata can't be read."""
     blocked_s: float | None
+    """How long its save blocked the loop."""
     background_s: float | None
+    """How long its save then went on in the background."""
     problems: list[str]
 
 
@@ -107,16 +109,22 @@ class RunDocument(TypedDict):
     metrics: dict[str, dict[str, Any]]
     """By name: `better` ("low", "high" or None), `best_step`, `latest`."""
     rules: dict[str, Any] | None
-    """The Manager's arguments about when to save and what to keep. None if no Manager said."""
+    """The Manager's arguments about when to save, what to keep and what to mirror, as `_RUN` has
+    them, and the same in words: `saves`, `keeps`. None if no Manager said."""
     writer: dict[str, Any] | None
-    """The Manager that writes now: `host`, `since`. None if there is none."""
+    """The Manager that writes: `host`, `pid`, `since`, and `is_running`: True, or None if only its
+    own host could tell. None if there is none."""
     advice: dict[str, Any] | None
-    """`ostraka.Advice` of the last run, with `every_steps` and `every_s` as they were measured."""
+    """The fields of `ostraka.Advice` as the Manager last wrote them, and the same in words: `text`.
+    """
     mirror: dict[str, Any] | None
-    """`path`, `steps`, `newest`, `waiting` (steps without a copy), `lag_s`, `problem`."""
+    """`path`, `steps` (how many have a copy), `newest` (of those), `waiting` (steps without a
+    copy), `lag_s` (the age of the oldest of them), `problem`. The Manager says so: the mirror
+    itself is not looked at."""
     space: dict[str, Any] | None
     """`free_bytes`, `total_bytes`, `saves_left`. None for buckets."""
     notes: list[str]
+    """Sentences about what is unknown or needs attention."""
 
 
 # A checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from errno import EACCES, EPERM
 from typing import Any
 
@@ -11,9 +12,9 @@ from ostraka.formats import is_orbax, open_source
 from ostraka.formats.ostraka.damage import MISSING, other_size
 from ostraka.formats.safetensors.files import has_safetensors
 from ostraka.layout import shard_file
-from ostraka.layout.file_names import possible_steps, step_of
+from ostraka.layout.file_names import RUN_NAME, possible_steps, step_of
 from ostraka.manager.steps import Root, Step
-from ostraka.storage import Store, open_above, open_store
+from ostraka.storage import FileInfo, PathLike, Store, open_above, open_store
 
 
 def checkpoints_at(path: str) -> list[str]:
@@ -32,7 +33,16 @@ def _has_checkpoint(store: Store) -> bool:
     return shard_file.METADATA_NAME in names or is_orbax(names)
 
 
-def open_root(path: str) -> Root:
+def is_run(path: PathLike) -> bool:
+    """True if a path is a directory of steps, not a checkpoint."""
+    store = open_store(path)
+    names = store.list()
+    if not possible_steps(names) and RUN_NAME not in names:
+        return False
+    return not _has_checkpoint(store)
+
+
+def open_root(path: PathLike) -> Root:
     """A directory of steps. Raises CheckpointNotFound, with the remedy, if it is none."""
     store = open_store(path)
     if not store.exists():
@@ -73,13 +83,19 @@ def file_bytes(root: Root, step: Step) -> int | None:
     return sum(file.nbytes for file in source.files())
 
 
-def lost_files(root: Root, step: Step) -> tuple[Problem, ...]:
-    """The files of a step that a listing lacks, or has in another size. No shard is read."""
+def lost_files(
+    root: Root, step: Step, listed: Mapping[str, FileInfo] | None = None
+) -> tuple[Problem, ...]:
+    """The files of a step that a listing lacks, or has in another size. No shard is read.
+
+    `listed` are the files in its directory, if they were listed already.
+    """
     if step.is_foreign or step.problems or step.nbytes is None:
         return ()
     store = root.at(step.names[0])
     try:
-        if sum(file.size for file in store.files("shards-") if is_shard(file.name)) == step.nbytes:
+        files = store.files("shards-") if listed is None else listed.values()
+        if sum(file.size for file in files if is_shard(file.name)) == step.nbytes:
             return ()
         # Shards are lost, or those of another save are beside them.
         source = open_source(store)

@@ -59,6 +59,12 @@ class LocalStore:
     def exists(self) -> bool:
         return os.path.isdir(self.location)
 
+    def space(self) -> tuple[int, int]:
+        """Return the bytes that are free for this user on the file system, and all of its bytes."""
+        with _Refusals("look at", self.location):
+            found = os.statvfs(self.location)
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
     def lock(self) -> _file.DirectoryLock | None:
         self._lock = _file.lock_directory(self.location, follow=self._follow)
         return self._lock

@@ -61,7 +61,10 @@ export function formatBytes(count) {
   if (count === null || count === undefined) return "unknown";
   if (count < 1024) return `${count} B`;
   const power = Math.min(Math.floor(Math.log2(count) / 10), 6);
-  return `${(count / 1024 ** power).toFixed(1)} ${" KMGTPE"[power]}iB`;
+  // Ties go to the even digit, as in Python: the page and the command print the same.
+  const tenths = count / 1024 ** power * 10, below = Math.floor(tenths);
+  const rounded = tenths - below === 0.5 ? below + below % 2 : Math.round(tenths);
+  return `${(rounded / 10).toFixed(1)} ${" KMGTPE"[power]}iB`;
 }
 
 export function formatSeconds(seconds) {
@@ -183,13 +186,13 @@ export function choice(label, options, chosen, onchange) {
   return h("div", { class: "choice", role: "group", "aria-label": label }, h("span", {}, label), buttons);
 }
 
-/** A table whose columns sort. `columns`: `[{name, value(row), show?(row), right?}]`. */
-export function dataTable(columns, rows, { most = 200, sort = null, descending = false, onpick = null, empty = "none" } = {}) {
+/** A table whose columns sort. `columns`: `[{name, value(row), show?(row), right?}]`. `state` keeps the order. */
+export function dataTable(columns, rows, { most = 200, sort = null, descending = false, onpick = null, empty = "none", state = {} } = {}) {
   if (!rows.length) return h("p", { class: "muted" }, empty);
-  let order = sort, isDown = descending;
+  let order = state.order ?? sort, isDown = state.isDown ?? descending;
   const head = columns.map((column) =>
     h("th", { class: column.right ? "right" : null, scope: "col" },
-      h("button", { type: "button", onclick: () => { isDown = order === column.name ? !isDown : Boolean(column.right); order = column.name; draw(); } }, column.name)));
+      h("button", { type: "button", onclick: () => { isDown = order === column.name ? !isDown : Boolean(column.right); order = column.name; Object.assign(state, { order, isDown }); draw(); } }, column.name)));
   const body = h("tbody", {});
   const more = h("p", { class: "muted" });
   function draw() {

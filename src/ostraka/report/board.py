@@ -1,0 +1,340 @@
+"""`ostraka board`: a run directory, live in a browser. Read-only. No JAX.
+
+The server is for one person. It listens on this machine unless told otherwise. Each request must
+have the token, which only the printed address has, and must name this machine in its Host header,
+so that no other site that the browser visits can reach it. A step is named by its path in the
+document of the run, and nothing else can be named: no path from a request is ever opened.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ostraka.errors import CheckpointNotFound, OstrakaError, describe, printable, store_error
+from ostraka.report.feed import Feed
+from ostraka.report.page import policy, render
+from ostraka.report.run import RunReader
+from ostraka.storage import PathLike, Store
+
+_MOST_CONNECTIONS = 64
+_MOST_LISTENERS = 16
+_MOST_READERS = 2
+"""Requests that read arrays at the same time."""
+_MOST_LINE = 8192
+_MOST_HEADERS = 64
+_REQUEST_S = 30.0
+"""How long a connection may be silent."""
+_HEARTBEAT_S = 10.0
+_LOOK_S = 1.0
+"""How often to look if a listener has gone."""
+TOKEN = re.compile(r"[A-Za-z0-9_.~-]{16,200}")
+"""A token can stand in an address as it is, and is too long to guess."""
+
+
+class Refusal(Exception):
+    """A request that gets another answer than the one it asked for."""
+
+    def __init__(self, status: int, sentence: str):
+        super().__init__(sentence)
+        self.status = status
+
+
+class Board:
+    """Serves one run directory. `url` has the token. `serve` returns after `close`.
+
+    Raises StoreError if it can't listen on `host` and `port`.
+    """
+
+    def __init__(self, path: PathLike, *, host: str, port: int, token: str | None = None):
+        self.token = token or secrets.token_urlsafe(32)
+        self._reader = RunReader(path)
+        self.feed = Feed(self._reader)
+        self.location = self._reader.root.location
+        self.listeners = threading.BoundedSemaphore(_MOST_LISTENERS)
+        self._readers = threading.BoundedSemaphore(_MOST_READERS)
+        self._names = _names_of(host)
+        try:
+            self._server = _Server((host, port), self)
+        except OSError as error:
+            raise store_error("listen on", f"{host}:{port}", error) from error
+        self.port = self._server.server_port
+        shown = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+        shown = f"[{shown}]" if ":" in shown else shown
+        self.url = f"http://{shown}:{self.port}/?token={self.token}"
+        live = {"token": self.token, "path": self.location}
+        title = f"{printable(self.location)} – ostraka"
+        self.page = render({"title": title, "at": time.time(), "documents": [], "live": live})
+
+    def serve(self) -> None:
+        """Answer requests until `close`, or Ctrl-C."""
+        try:
+            self._server.serve_forever(poll_interval=0.2)
+        finally:
+            self.feed.close()
+            self._server.server_close()
+
+    def close(self) -> None:
+        """End `serve`, which runs in another thread."""
+        self.feed.close()
+        self._server.shutdown()
+
+    # What may be asked
+
+    def check(self, headers: Message[str, str], query: Mapping[str, str]) -> None:
+        """Refuse a request from another site, or without the token."""
+        host = headers.get("Host", "")
+        if not self._is_own(host):
+            raise Refusal(403, f"this board answers to its own address only, not to {host!r:.80}")
+        origin = headers.get("Origin")
+        site = headers.get("Sec-Fetch-Site")
+        mode = headers.get("Sec-Fetch-Mode")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise Refusal(403, f"a page from {origin!r:.80} may not read this board")
+        if site not in (None, "same-origin", "none") and mode != "navigate":
+            raise Refusal(403, "a page from another site may not read this board")
+        given = headers.get("X-Ostraka-Token", "") or query.get("token", "")
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
+            raise Refusal(403, "the token is missing or wrong; open the address that was printed")
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name.lower() in self._names or _is_address(name)
+
+    def answer(self, path: str, query: Mapping[str, str]) -> Any:
+        """The JSON of a request. Raises Refusal, OstrakaError or KeyError."""
+        if path == "/api/run":
+            return self.feed.look()
+        if path == "/api/checkpoint":
+            from ostraka.report.checkpoint import describe_checkpoint
+
+            place = self._step(query, "path")
+            # A board reads the values of one array at a time, when somebody looks at it.
+            return self._read(lambda: describe_checkpoint(place, values=False))
+        if path == "/api/leaf":
+            from ostraka.report import checkpoint
+
+            place, leaf = self._step(query, "path"), query.get("leaf", "")
+            describe_leaf_at: Any = getattr(checkpoint, "describe_leaf_at")  # noqa: B009
+            return self._read(lambda: describe_leaf_at(place, leaf))
+        if path == "/api/compare":
+            from ostraka.report.comparison import describe_comparison
+
+            a, b = self._step(query, "a"), self._step(query, "b")
+            return self._read(lambda: describe_comparison(a, b))
+        raise Refusal(404, f"this board has no page {path!r:.80}")
+
+    def _step(self, query: Mapping[str, str], name: str) -> Store:
+        """The store of a step that a request names by its path or by its directory's name."""
+        wanted, root = query.get(name, ""), self._reader.root
+        known = {row["path"]: row["path"].rpartition("/")[2] for row in self.feed.look()["steps"]}
+        found = known.get(wanted) or (wanted if wanted in known.values() else None)
+        if found is None:
+            raise Refusal(404, f"{wanted!r:.200} is no step of {self.location}")
+        if root.store.is_link(found):
+            raise Refusal(403, f"{found} is a link, and a board shows nothing behind links")
+        return root.at(found)
+
+    def _read(self, work: Callable[[], Any]) -> Any:
+        with self._readers:
+            return work()
+
+
+def _names_of(host: str) -> frozenset[str]:
+    """The names that a browser may call this machine by. Addresses are always allowed."""
+    names = {"localhost", host}
+    if not is_loopback(host):
+        names |= {socket.gethostname(), socket.getfqdn()}
+    return frozenset(name.lower() for name in names if name)
+
+
+def _is_address(name: str) -> bool:
+    # A site that lures a browser here does so by a name of its own, never by an address.
+    with suppress(ValueError):
+        ip_address(name)
+        return True
+    return False
+
+
+def is_loopback(host: str) -> bool:
+    """True if only programs on this machine can reach a host."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], board: Board):
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        self.board = board
+        self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # A browser that has left. All other errors are answers.
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = _REQUEST_S
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    raw_requestline: bytes
+
+    def version_string(self) -> str:
+        return "ostraka"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def parse_request(self) -> bool:
+        if len(self.raw_requestline) > _MOST_LINE:
+            self.requestline, self.request_version, self.command = "", "HTTP/1.1", "GET"
+            self.close_connection = True
+            self._send_json(414, {"error": "the address of the request is too long"})
+            return False
+        if not super().parse_request():
+            return False
+        if len(self.headers) > _MOST_HEADERS:
+            self.close_connection = True
+            self._send_json(431, {"error": "the request has too many headers"})
+            return False
+        return True
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what the server itself refuses: a wrong request line, or another method."""
+        self.close_connection = True
+        self.command = getattr(self, "command", None) or "GET"
+        self.request_version = "HTTP/1.1"
+        if code == 501:
+            code, message = 405, "a board answers GET and HEAD only"
+        self._send_json(int(code), {"error": message or "the request is not understood"})
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        # A GET has no body. Bytes that come as one would be taken for the next request.
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True
+        board, address = self.server.board, urlsplit(self.path)
+        try:
+            query = {name: texts[0] for name, texts in parse_qs(address.query).items()}
+            if address.path == "/favicon.ico":
+                self._send(204, "image/x-icon", b"")
+                return
+            board.check(self.headers, query)
+            if address.path == "/":
+                self._send(200, "text/html; charset=utf-8", board.page.encode())
+            elif address.path == "/api/events":
+                self._send_events()
+            else:
+                self._send_json(200, board.answer(address.path, query))
+        except Refusal as refusal:
+            self._send_json(refusal.status, {"error": str(refusal)})
+        except (CheckpointNotFound, FileNotFoundError) as error:
+            self._send_json(404, {"error": describe(error)})
+        except KeyError as error:
+            self._send_json(404, {"error": str(error.args[0] if error.args else error)})
+        except OstrakaError as error:
+            self._send_json(422, {"error": str(error)})
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True  # The browser has left.
+        except Exception as error:
+            self._send_json(500, {"error": describe(error)})
+
+    def _send_json(self, status: int, document: Any) -> None:
+        data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        self._send(status, "application/json", data)
+
+    def _send(self, status: int, kind: str, data: bytes) -> None:
+        self._begin(status, kind)
+        self.send_header("Content-Length", str(len(data)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _begin(self, status: int, kind: str) -> None:
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Security-Policy": f"{policy(is_live=True)}; frame-ancestors 'none'",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "X-Frame-Options": "DENY",
+        }.items():
+            self.send_header(name, value)
+
+    # Server-Sent Events
+
+    def _send_events(self) -> None:
+        board = self.server.board
+        if not board.listeners.acquire(blocking=False):
+            raise Refusal(503, f"{_MOST_LISTENERS} pages show this board already; close one")
+        try:
+            self.close_connection = True
+            self._begin(200, "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            self.wfile.write(b"retry: 1000\n\n")
+            with board.feed.listening(), suppress(OSError):
+                self._follow(board.feed)
+        finally:
+            board.listeners.release()
+
+    def _follow(self, feed: Feed) -> None:
+        seen, sent_s = 0, time.monotonic()
+        while not feed.is_closed:
+            update = feed.wait(seen, _LOOK_S)
+            if update is not None:
+                self.wfile.write(update.event(seen))
+                seen, sent_s = update.number, time.monotonic()
+            elif _has_left(self.connection):
+                return
+            elif time.monotonic() - sent_s > _HEARTBEAT_S:
+                self.wfile.write(b": I am here\n\n")
+                sent_s = time.monotonic()
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """True if the other end has closed a connection on which it has nothing more to say."""
+    readable, _, _ = select.select([connection], [], [], 0)
+    return bool(readable) and not connection.recv(1, socket.MSG_PEEK)
