@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal, get_args
@@ -60,7 +60,7 @@ def count_moved(leaves: Sequence[Candidate]) -> tuple[int, int]:
 
 
 def find_flags(leaves: Sequence[Candidate]) -> dict[str, tuple[Flag, str]]:
-    """The flag of each leaf that has one, by path, with the reason as a sentence without subject."""
+    """The flag of each leaf that has one, by path, and why."""
     parameters = [leaf for leaf in leaves if leaf.is_parameter and leaf.elements]
     finite = [leaf for leaf in parameters if math.isfinite(leaf.norms.squares_a)]
     relative = [leaf.norms.relative for leaf in finite if leaf.norms.squares_delta]
@@ -119,6 +119,15 @@ def _flag_of(leaf: Candidate, usual: _Usual) -> tuple[Flag, str] | None:
     return None
 
 
+_BADNESS: dict[Flag, Callable[[Candidate], float]] = {
+    "nan": lambda leaf: leaf.norms.nan_b + leaf.norms.infinite_b,
+    "exploding": lambda leaf: leaf.norms.b / leaf.norms.a,
+    "dead": lambda leaf: leaf.elements,
+    "frozen": lambda leaf: leaf.elements,
+}
+"""By which the leaf that stands for its layer is chosen."""
+
+
 def by_layer(
     found: Mapping[str, tuple[Flag, str]],
     leaves: Sequence[Candidate],
@@ -134,7 +143,7 @@ def by_layer(
         for (own, layer), some in groups.items():
             if own != flag:
                 continue
-            worst = max(some, key=_badness) if flag == "exploding" else some[0]
+            worst = max(some, key=_BADNESS[flag])
             flags.append(
                 {
                     "flag": flag,
@@ -146,7 +155,3 @@ def by_layer(
                 }
             )
     return flags[:_MOST]
-
-
-def _badness(leaf: Candidate) -> float:
-    return leaf.norms.b / leaf.norms.a

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any
@@ -42,7 +40,6 @@ from ostraka.report.schema import (
 )
 from ostraka.report.steps import open_root
 from ostraka.storage import PathLike
-from ostraka.tree.nodes import ArrayNumber, leaves_of
 
 _DIGITS = 5
 _GROUPS = (PARAMETERS, OPTIMIZER, OTHER)
@@ -84,7 +81,7 @@ def describe_changes(run: PathLike, *, progress: Progress = unseen) -> Compariso
     Raises:
         CheckpointNotFound: There are fewer than two readable steps.
     """
-    root = open_root(str(run) if not isinstance(run, str) else run)
+    root = open_root(run)
     notes: list[str] = []
     steps = [step for step in root.scan() if not step.is_aside]
     for step in steps:
@@ -124,6 +121,7 @@ def _describe(a: Source, b: Source, progress: Progress) -> ComparisonDocument:
     places, layers, separator = places_of(_shapes_of(found))
     leaves = _candidates(found, places, groups)
     flags = find_flags(leaves)
+    flag_of = {path: flag for path, (flag, _) in flags.items()}
     moved, compared = count_moved(leaves)
     counts = Counter(leaf.state for leaf in found.leaves)
     notes = [
@@ -145,7 +143,9 @@ def _describe(a: Source, b: Source, progress: Progress) -> ComparisonDocument:
         "counts": {state: counts[state] for state in _STATES},
         "separator": separator,
         "moved": [moved, compared],
-        "leaves": _table(found, places, groups, layers, {p: flag for p, (flag, _) in flags.items()}),
+        "leaves": _table(
+            found, places, groups, layers, {p: flag for p, (flag, _) in flags.items()}
+        ),
         "flags": by_layer(flags, leaves),
         "along": None,
         "notes": notes,
@@ -277,32 +277,63 @@ def _describe_along(
     root: Root, steps: Sequence[Step], notes: list[str], progress: Progress
 ) -> ComparisonAlong:
     """The relative change of the parameters between each step and the next that can be read."""
-    shown = [steps[0].step]
-    columns: list[dict[str, tuple[int, Norms]]] = []
+    pairs: dict[tuple[int, int], _Changes] = {}
     before = steps[0]
     for step in steps[1:]:
         try:
-            norms = _norms_between(_open_step(root, before), _open_step(root, step), progress)
+            found = _changes_between(_open_step(root, before), _open_step(root, step), progress)
         except (OstrakaError, OSError) as error:
-            gone = before if _why_unreadable(root, before, error) is not None else step
-            why = _why_unreadable(root, gone, error) or str(error)
+            why = _why_unreadable(root, before, error)
+            gone = step if why is None else before
+            why = why or _why_unreadable(root, step, error) or str(error)
             notes.append(f"step {gone.step} is left out: {why}")
-            if gone is before:
-                # Without it there is no change up to this step: it begins anew.
-                with suppress(ValueError):
-                    shown.remove(before.step)
-                shown.append(step.step)
-                columns = columns[:-1] if len(shown) <= len(columns) else columns
-                before = step
-            continue
-        columns.append(norms)
-        shown.append(step.step)
-        before = step
-    return _join_along(shown, columns)
+            before = step if gone is before else before
+        else:
+            pairs[before.step, step.step] = found
+            before = step
+    return _join_pairs(pairs)
 
 
-def _norms_between(a: Source, b: Source, progress: Progress) -> dict[str, tuple[int, Norms]]:
-    """The elements and the norms of each parameter that both have in one shape, by path."""
+def _join_pairs(pairs: Mapping[tuple[int, int], _Changes]) -> ComparisonAlong:
+    shapes = {path: shape for found in pairs.values() for path, (shape, _) in found.items()}
+    places, layers, _ = places_of(shapes)
+    cells = sorted(
+        {(place.layer, place.role) for place in places.values()},
+        key=lambda cell: (layers.index(cell[0]), ROLES.index(cell[1])),
+    )
+    roles = [role for role in ROLES if any(role == own for _, own in cells)]
+    is_small = len(cells) * len(pairs) <= _MOST_CELLS
+    rows: dict[Any, list[Number | None]] = {one: [] for one in (*layers, *cells)}
+    flags: dict[tuple[str, str], ComparisonFlag] = {}
+    for steps, found in pairs.items():
+        sums: dict[Any, Norms] = {}
+        leaves: list[Candidate] = []
+        for path, (shape, norms) in found.items():
+            place = places[path]
+            for key in (place.layer, (place.layer, place.role)):
+                sums[key] = sums.get(key, Norms()) + norms
+            leaves.append(Candidate(path, place.layer, prod(shape), norms, True))
+        for key, row in rows.items():
+            row.append(_shorten(sums[key].relative) if key in sums else None)
+        for flag in by_layer(find_flags(leaves), leaves, steps):
+            flags.setdefault((flag["flag"], flag["layer"]), flag)
+    order = {layer: number for number, layer in enumerate(layers)}
+    return {
+        "pairs": [[*steps] for steps in pairs],
+        "layers": layers,
+        "relative": [rows[layer] for layer in layers],
+        "roles": roles,
+        "cells": [[order[cell[0]], roles.index(cell[1])] for cell in cells] if is_small else [],
+        "by_role": [rows[cell] for cell in cells] if is_small else [],
+        "flags": sorted(flags.values(), key=lambda flag: _FLAGS.index(flag["flag"])),
+    }
+
+
+_Changes = dict[str, tuple[tuple[int, ...], Norms]]
+"""The shape and the norms of each parameter that two steps have in one shape, by path."""
+
+
+def _changes_between(a: Source, b: Source, progress: Progress) -> _Changes:
     in_a, in_b = _parameters_of(a), _parameters_of(b)
     pairs = {
         path: (number, in_b[path])
@@ -311,16 +342,14 @@ def _norms_between(a: Source, b: Source, progress: Progress) -> dict[str, tuple[
     }
     norms = measure_norms(a, b, sorted({*pairs.values()}), progress)
     return {
-        path: (prod(a.saved.leaves[numbers[0]].shape), norms[numbers])
-        for path, numbers in pairs.items()
+        path: (a.saved.leaves[numbers[0]].shape, norms[numbers]) for path, numbers in pairs.items()
     }
 
 
 def _parameters_of(source: Source) -> dict[str, int]:
     groups = groups_of(source)
-    numbers = [leaf.value.number for leaf in leaves_of(source.tree) if isinstance(leaf.value, ArrayNumber)]
     return {
         source.saved.leaves[number].path: number
-        for number in dict.fromkeys(numbers)
-        if groups[number] == PARAMETERS and is_inexact(source.saved.leaves[number].dtype)
+        for number, group in groups.items()
+        if group == PARAMETERS and is_inexact(source.saved.leaves[number].dtype)
     }

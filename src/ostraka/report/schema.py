@@ -316,7 +316,8 @@ class ComparisonFlag(TypedDict):
 class ComparisonAlong(TypedDict):
     """The parameters along a run, between each step and the next. NaN and infinity are strings."""
 
-    steps: list[int]
+    pairs: list[list[int]]
+    """The two steps of each pair, in order. Usually a pair begins where the one before ends."""
     layers: list[str]
     relative: list[list[Number | None]]
     """For each layer, the relative change of each pair of steps. None if it has no such leaf."""
@@ -324,7 +325,8 @@ class ComparisonAlong(TypedDict):
     cells: list[list[int]]
     """The numbers of a layer and of a role."""
     by_role: list[list[Number | None]]
-    """For each of `cells`, the relative change of each pair of steps."""
+    """For each of `cells`, the relative change of each pair of steps. Both are empty if there were
+    too many."""
     flags: list[ComparisonFlag]
     """Those of each pair of steps, of a layer the first only."""
 

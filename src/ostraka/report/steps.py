@@ -13,7 +13,7 @@ from ostraka.formats.safetensors.files import has_safetensors
 from ostraka.layout import shard_file
 from ostraka.layout.file_names import possible_steps, step_of
 from ostraka.manager.steps import Root, Step
-from ostraka.storage import Store, open_above, open_store
+from ostraka.storage import PathLike, Store, open_above, open_store
 
 
 def checkpoints_at(path: str) -> list[str]:
@@ -32,7 +32,7 @@ def _has_checkpoint(store: Store) -> bool:
     return shard_file.METADATA_NAME in names or is_orbax(names)
 
 
-def open_root(path: str) -> Root:
+def open_root(path: PathLike) -> Root:
     """A directory of steps. Raises CheckpointNotFound, with the remedy, if it is none."""
     store = open_store(path)
     if not store.exists():
