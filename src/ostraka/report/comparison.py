@@ -143,9 +143,7 @@ def _describe(a: Source, b: Source, progress: Progress) -> ComparisonDocument:
         "counts": {state: counts[state] for state in _STATES},
         "separator": separator,
         "moved": [moved, compared],
-        "leaves": _table(
-            found, places, groups, layers, {p: flag for p, (flag, _) in flags.items()}
-        ),
+        "leaves": _table(found, places, groups, layers, flag_of),
         "flags": by_layer(flags, leaves),
         "along": None,
         "notes": notes,

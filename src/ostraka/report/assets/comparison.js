@@ -21,9 +21,10 @@ export function drawComparison(found) {
   const show = (chosen) => {
     group = chosen;
     const rows = leaves.rows.filter((row) => leaves.group(row) === group);
-    replaceAll(map, drawLayers(leaves, rows));
+    replaceAll(map, drawLayers(leaves, rows, groups.length > 1 ? switches : null));
     replaceAll(list, drawLeafList(leaves, rows));
   };
+  const switches = choice("Group", groups.map((name) => [name, name]), group, show);
   show(group);
   const pick = (flag) => {
     const row = leaves.rows.find((one) => leaves.path(one) === flag.path);
@@ -32,11 +33,10 @@ export function drawComparison(found) {
     const cell = row === undefined ? null : map.querySelector(`td[data-layer="${found.leaves.layer.codes[row]}"][data-role="${found.leaves.role.codes[row]}"]`);
     if (cell) { cell.click(); cell.scrollIntoView({ block: "center" }); cell.focus({ preventScroll: true }); }
   };
-  const switches = choice("Group", groups.map((name) => [name, name]), group, show);
   return h("div", { class: "cards" },
     drawSummary(found, leaves),
     drawFlags(found, pick),
-    card("Relative change by layer and role", h("div", {}, groups.length > 1 ? switches : null), map),
+    card("Relative change by layer and role", map),
     found.along && found.along.pairs.length ? drawAlong(found.along) : null,
     card("Leaves", list),
     found.notes.length ? card("Notes", h("ul", { class: "plain" }, found.notes.map((note) => h("li", {}, note)))) : null);
@@ -68,19 +68,21 @@ function formatRelative(value) {
 
 function drawSummary(found, leaves) {
   const table = found.leaves;
-  let delta = 0, a = 0, changed = 0, elements = 0;
+  let delta = 0, a = 0, changed = 0, elements = 0, isPartial = false;
   for (const row of leaves.rows) {
     if (leaves.isShared(row) || leaves.group(row) !== "parameters") continue;
     if (table.changed[row] !== null) { changed += table.changed[row]; elements += table.elements[row]; }
     if (table.norm_delta[row] === null) continue;
-    delta += asNumber(table.norm_delta[row]) ** 2; a += asNumber(table.norm_a[row]) ** 2;
+    const own = asNumber(table.norm_delta[row]) ** 2;
+    if (!Number.isFinite(own)) { isPartial = true; continue; }
+    delta += own; a += asNumber(table.norm_a[row]) ** 2;
   }
   const [moved, compared] = found.moved, only = found.counts["only in a"] + found.counts["only in b"];
   const side = (name, one) => h("div", { class: "side" }, h("b", {}, name), h("code", {}, one.path),
     h("span", { class: "muted" }, [one.step === null ? null : `step ${formatNumber(one.step)}`, one.saved_at ? formatTime(one.saved_at) : null].filter(Boolean).join(", ")));
   return card("Parameters from a to b",
     figures({
-      "relative change ‖b − a‖ / ‖a‖": formatRelative(delta === 0 ? 0 : Math.sqrt(delta / a)),
+      [`relative change ‖b − a‖ / ‖a‖${isPartial ? ", of finite leaves" : ""}`]: formatRelative(delta === 0 ? 0 : Math.sqrt(delta / a)),
       "parameters changed": `${moved.toLocaleString("en-US")} of ${compared.toLocaleString("en-US")}`,
       "of their elements": formatShare(changed, elements),
       "leaves differ": found.counts.different.toLocaleString("en-US"),
@@ -226,7 +228,7 @@ function shortName(name) {
 }
 
 /** The map of layers and roles for some rows, and the leaves of the chosen cell. */
-function drawLayers(leaves, rows) {
+function drawLayers(leaves, rows, switches) {
   const { table } = leaves;
   const cells = new Map(), roles = new Set();
   for (const row of rows) {
@@ -254,7 +256,7 @@ function drawLayers(leaves, rows) {
   };
   draw();
   const orders = choice("Layers", [["in order", "in order"], ["most changed", "most changed first"]], order, (chosen) => { order = chosen; draw(); });
-  return h("div", {}, byLayer.size > 1 ? orders : null, holder, picked);
+  return h("div", {}, h("div", {}, switches, byLayer.size > 1 ? orders : null), holder, picked);
 }
 
 function badnessOf(cells) {
@@ -317,6 +319,11 @@ function drawAlong(along) {
 
 // Leaves
 
+/** NaN above all, and new leaves, whose change is relative to nothing, below all. */
+function sortableRelative(value) {
+  return Number.isNaN(value) ? Infinity : value === Infinity ? -1 : value;
+}
+
 function leafTable(leaves, rows) {
   const { table } = leaves;
   const norm = (name, column) => ({ name, right: true, value: (row) => (column[row] === null ? null : asNumber(column[row])), show: (row) => formatNumber(column[row], 4) });
@@ -325,7 +332,7 @@ function leafTable(leaves, rows) {
     { name: "differs in", value: (row) => (leaves.state(row) === "different" ? decode(table.what, row) : leaves.state(row)) },
     { name: "changed", right: true, value: (row) => table.changed[row], show: (row) => (table.changed[row] === null ? "–" : `${table.changed[row].toLocaleString("en-US")} of ${table.elements[row].toLocaleString("en-US")}`) },
     norm("‖a‖", table.norm_a), norm("‖b‖", table.norm_b), norm("‖b − a‖", table.norm_delta),
-    { name: "relative", right: true, value: leaves.relative, show: (row) => formatRelative(leaves.relative(row)) },
+    { name: "relative", right: true, value: (row) => sortableRelative(leaves.relative(row)), show: (row) => formatRelative(leaves.relative(row)) },
     { name: "NaN, inf", right: true, value: leaves.nan },
     { name: "flag", value: leaves.flag, show: (row) => (leaves.flag(row) ? [markShape(leaves.flag(row)), " ", FLAG_NAMES[leaves.flag(row)]] : "") },
   ], rows, { sort: rows.length > 1 ? "relative" : null, descending: true });
