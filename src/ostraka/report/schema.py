@@ -357,18 +357,42 @@ class ComparisonDocument(TypedDict):
 # A plan
 
 
+class PlanNumbers(TypedDict):
+    """The numbers of a planned checkpoint."""
+
+    plan: dict[str, Any]
+    """The document of `ostraka plan --json`."""
+    hosts: list[int]
+    """All hosts, or evenly chosen ones if there are many."""
+    host_bytes: list[int]
+    """The bytes that each of `hosts` writes."""
+    file_bytes: dict[str, Any]
+    """A histogram of file sizes: `edges`, which are powers of two, and `counts`."""
+
+
+class PlanChoice(TypedDict):
+    """The same checkpoint on another mesh, or in another dtype."""
+
+    mesh: int
+    """The number of its mesh in the variant."""
+    dtype: int
+    numbers: PlanNumbers
+
+
 class PlanVariant(TypedDict):
     """A planned checkpoint."""
 
     name: str
     inputs: dict[str, Any]
-    """`source`, `mesh`, `dtype`, `optimizer`, `hosts`, `bandwidths`, …"""
-    plan: dict[str, Any]
-    """The document of `ostraka plan --json`."""
-    host_bytes: list[int]
-    """Bytes of each host, or of evenly chosen ones if there are many."""
-    file_bytes: dict[str, Any]
-    """A histogram of file sizes: `edges` and `counts`."""
+    """The options: `source`, `hosts`, `optimizer`, `rules`, `parity`, `bandwidths`, …"""
+    meshes: list[dict[str, int]]
+    """The mesh as given, and meshes near it."""
+    dtypes: list[str]
+    """The dtype as given, and others."""
+    numbers: PlanNumbers
+    """Those of the first mesh and the first dtype."""
+    choices: list[PlanChoice]
+    """Those of the others, as far as they can be planned."""
 
 
 class PlanDocument(TypedDict):
@@ -380,8 +404,11 @@ class PlanDocument(TypedDict):
     variants: list[PlanVariant]
     comparison: list[dict[str, Any]]
     """The rows of `ostraka plan --compare`."""
-    choices: dict[str, Any]
-    """The sliders: `meshes`, `dtypes`, `bandwidths`, and the variant of each combination."""
+    contests: list[list[str]]
+    """The key and the name of each number that is better when smaller."""
+    assumed: dict[str, Any]
+    """Bandwidths in bytes a second, the mean time between failures and the number of checkpoints to
+    keep, for a page whose plan was asked for without."""
 
 
 Document = RunDocument | CheckpointDocument | ComparisonDocument | PlanDocument
