@@ -58,6 +58,7 @@ const PLAN_SLIDERS = [
   { key: "mtbf_s", name: "Time between failures", low: 900, high: 60 * 86400, show: formatSeconds },
   { key: "keep", name: "Checkpoints to keep", low: 1, high: 64, show: (number) => String(number), whole: true },
 ];
+const PARITY_NOUNS = { hosts: "host", processes: "process", files: "shard file" };
 const PLAN_STEPS = 400;
 const PLAN_ALIKE = 0.01;
 
@@ -118,7 +119,7 @@ export function drawPlan(found) {
   const pickers = h("div", { class: "pickers" }, found.variants.map((variant, n) => drawPicker(variant, chosen[n], update, isAlone)));
   const hasAssumed = PLAN_SLIDERS.some(({ key }) => first().isAssumed[key]);
   update();
-  return h("div", {}, h("div", { class: "cards" },
+  return h("div", { class: "plan-page" }, h("div", { class: "cards" },
     h("section", { class: "card settings", "aria-label": "Settings" },
       h("h2", { class: "row" }, "What if", h("span", { class: "spring" }), reset),
       pickers, h("div", { class: "sliders" }, sliders.map(({ element }) => element)),
@@ -214,10 +215,10 @@ function drawOverview({ variant, plan, times }, isAlone) {
 /** Bars with names on the left and texts on the right: `[[name, number, text, colour]]`. */
 function shareBars(rows) {
   const most = Math.max(...rows.map(([, number]) => number ?? 0), 0) || 1;
-  return h("div", { class: "share-bars" }, rows.map(([name, number, text, colour]) => [
+  return h("div", { class: "share-bars" }, rows.map(([name, number, text, colour]) => h("div", { class: "share-row" },
     h("span", {}, name),
     h("div", { class: "share-bar" }, h("i", { style: { width: `${Math.max(100 * (number ?? 0) / most, number ? 0.5 : 0)}%`, background: colour ?? "var(--c0)" } })),
-    h("b", {}, text)]));
+    h("b", {}, text))));
 }
 
 function drawDetails(one, size) {
@@ -226,17 +227,18 @@ function drawDetails(one, size) {
   const staging = plan.staging_bytes, save = plan.save.requests, restore = plan.restore;
   const groups = Object.entries(plan.groups).map(([name, group], n) => [name, group.bytes, `${formatBytes(group.bytes)} ${Object.keys(group.dtypes).join(", ")}`, `var(--c${n % 8})`]);
   if (plan.parity) groups.push(["parity", plan.parity.bytes, `${formatBytes(plan.parity.bytes)}, ${formatCount(plan.parity.files, "file")}`, "var(--c7)"]);
+  const power = Math.min(Math.floor(Math.log2(Math.max(...numbers.host_bytes, 1)) / 10), 6), unit = 1024 ** power;
+  const showUnits = (number) => `${formatNumber(number, 3)} ${power ? `${" KMGTPE"[power]}iB` : "B"}`;
   const chosenHosts = numbers.hosts.length < plan.hosts ? `${numbers.hosts.length} of ${formatCount(plan.hosts, "host")}, evenly chosen. ` : "";
-  const wide = { save: times.save_s, restore: times.restore_s };
   return [
     make("Bytes by group", shareBars(groups)),
     make("Times", shareBars([
-      ["save", wide.save, formatSeconds(wide.save)],
+      ["save", times.save_s, formatSeconds(times.save_s)],
       ["save_async blocks the loop", times.save_async_blocked_s, formatSeconds(times.save_async_blocked_s), "var(--c1)"],
-      ["restore as saved", wide.restore, formatSeconds(wide.restore), "var(--c2)"],
+      ["restore as saved", times.restore_s, formatSeconds(times.restore_s), "var(--c2)"],
       ...plan.onto.map((onto, n) => [`restore onto ${showMesh(onto.mesh)}`, times.onto_s[n], formatSeconds(times.onto_s[n]), "var(--c2)"]),
     ]), h("p", { class: "muted" }, "The time of the transfer alone. save blocks for all of it.")),
-    make("Bytes per host", barChart(numbers.hosts.map((host, n) => ({ x: host, parts: { "written by a host": numbers.host_bytes[n] } })), { "written by a host": "var(--c0)" }, { xLabel: "host", yLabel: "bytes", showX: String, showY: formatBytes }),
+    make("Bytes per host", barChart(numbers.hosts.map((host, n) => ({ x: host, parts: { "written by a host": numbers.host_bytes[n] / unit } })), { "written by a host": "var(--c0)" }, { xLabel: "host", yLabel: "bytes", showX: String, showY: showUnits }),
       h("p", { class: "muted" }, `${chosenHosts}From ${formatBytes(plan.host_bytes.least)} to ${formatBytes(plan.host_bytes.most)}; the busiest has ${(100 * plan.host_bytes.skew).toFixed(2)} % more than the mean.`)),
     make("Files by size", barChart(numbers.file_bytes.counts.map((count, n) => ({ x: numbers.file_bytes.edges[n], parts: { files: count } })), { files: "var(--c4)" }, { xLabel: "from size, to twice of it", yLabel: "files", showX: formatBytes, showY: (count) => count.toLocaleString("en-US") }),
       h("p", { class: "muted" }, `${formatCount(plan.files.shards, "shard")}, and ${formatBytes(plan.metadata_bytes)} of metadata.`)),
@@ -245,14 +247,17 @@ function drawDetails(one, size) {
       { name: "to bring back", right: true, value: (row) => row.bytes, show: (row) => formatBytes(row.bytes) },
       { name: "takes", right: true, value: (row) => row.s, show: (row) => formatSeconds(row.s) },
       { name: "of it", value: (row) => row.note },
-    ], recoveryRows(plan, times)), h("p", { class: "muted" }, plan.parity && plan.parity.covers ? `Parity stands the loss of any ${plan.parity.count} of the ${plan.parity.covers}.` : "Lost files need a copy, or --parity.")),
-    make("Memory, requests and storage", facts({
+    ], recoveryRows(plan, times)), h("p", { class: "muted" }, plan.parity && plan.parity.covers ? `Parity stands the loss of any ${plan.parity.count === 1 ? PARITY_NOUNS[plan.parity.covers] : `two ${plan.parity.covers}`}.` : "Lost files need a copy, or --parity.")),
+    make("Memory and requests", facts({
       "staging memory of a host": `${formatBytes(staging.accelerators)} with accelerators, ${formatBytes(staging.cpu)} on CPUs`,
       "held by save_async": `${formatBytes(staging.held_by_save_async)} on a host with accelerators`,
       "requests of a save": `${save.most.toLocaleString("en-US")} of a host, ${save.in_all.toLocaleString("en-US")} in all`,
       "requests of a restore": `${restore.requests.most.toLocaleString("en-US")} of a host, in ${formatCount(restore.files.most, "file")}`,
       "a host reads": `${formatBytes(restore.read_bytes.most)}, ${(100 * restore.over_read).toFixed(2)} % more than it needs`,
+    })),
+    make("Over time", facts({
       [`storage for ${values.keep}`]: `${formatBytes(values.keep * plan.total_bytes)}, ${formatBytes((values.keep + 1) * plan.total_bytes)} while one more is saved`,
+      "time between failures": formatSeconds(values.mtbf_s),
       "save every": showAdvice(times.save_every),
       "save_async every": showAdvice(times.save_async_every),
     })),
@@ -282,9 +287,14 @@ function drawIntervals(all) {
     }
   });
   if (!series.length) return null;
+  const most = Math.max(...series.flatMap(({ points }) => points.map(([, y]) => y)));
+  const [unit, name] = most > 4 * 3600 ? [3600, "h"] : most > 240 ? [60, "min"] : [1, "s"];
+  for (const one of series) one.points = one.points.map(([x, y]) => [x, y / unit]);
   const mtbf = all[0].values.mtbf_s;
-  return card("How often to save", lineChart(series, { xLabel: "mean time between failures", yLabel: "time between saves", showX: (x) => formatSeconds(3600 * 2 ** x), showY: formatSeconds, fromZero: true, marks: [{ at: Math.log2(mtbf / 3600) }] }),
+  const made = card("How often to save", lineChart(series, { xLabel: "mean time between failures", yLabel: "time between saves", showX: (x) => formatSeconds(3600 * 2 ** x), showY: (y) => `${formatNumber(y, 3)} ${name}`, fromZero: true, marks: [{ at: Math.log2(mtbf / 3600) }] }),
     h("p", { class: "muted" }, `The dashed line is at ${formatSeconds(mtbf)}. The interval loses the least time to saving and to repeated work (Daly). No save begins before the one before has ended.`));
+  made.classList.add(all.length > 1 ? "wide" : "half");
+  return made;
 }
 
 function drawFindings({ plan }) {
