@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ostraka.common.dtypes import is_inexact
-from ostraka.common.text import json_number
+from ostraka.common.text import json_number, show_shape
 from ostraka.errors import CheckpointNotFound, OstrakaError, count_of
 from ostraka.formats import open_source
 from ostraka.formats.source import Source
@@ -41,7 +41,7 @@ from ostraka.report.schema import (
 from ostraka.report.steps import open_root
 from ostraka.storage import PathLike
 
-_DIGITS = 5
+_DIGITS = 4
 _GROUPS = (PARAMETERS, OPTIMIZER, OTHER)
 _FLAGS = ("nan", "exploding", "dead", "frozen")
 _STATES = ("the same", "different", "only in a", "only in b")
@@ -209,22 +209,26 @@ def _table(
         "name": _code([places[leaf.path].name for leaf in leaves]),
         "role": _code([places[leaf.path].role for leaf in leaves], ROLES),
         "group": _code([_group_of(leaf, groups) for leaf in leaves], _GROUPS),
-        "state": _code([leaf.state for leaf in leaves], _STATES),
-        "what": _code([", ".join(leaf.differs) for leaf in leaves]),
-        "elements": [_elements_of(leaf) for leaf in leaves],
-        "changed": [None if leaf.distance is None else leaf.distance.changed for leaf in leaves],
+        "state": _code([", ".join(leaf.differs) or leaf.state for leaf in leaves]),
+        "shape": _code([_shape_of(leaf) for leaf in leaves]),
+        "equal": [
+            None if leaf.distance is None else leaf.distance.elements - leaf.distance.changed
+            for leaf in leaves
+        ],
         "norm_a": [None if one is None else _shorten(one.a) for one in norms],
         "norm_b": [None if one is None else _shorten(one.b) for one in norms],
         "norm_delta": [None if one is None else _shorten(one.delta) for one in norms],
         "nan": {str(row): count for row, count in enumerate(nan) if count},
         "same_as": [row for row, leaf in enumerate(leaves) if _is_shared(leaf)],
-        "flag": _code([flags.get(leaf.path) for leaf in leaves], _FLAGS),
+        "flag": {
+            str(row): flags[leaf.path] for row, leaf in enumerate(leaves) if leaf.path in flags
+        },
     }
 
 
-def _elements_of(leaf: LeafComparison) -> int:
+def _shape_of(leaf: LeafComparison) -> str | None:
     one = leaf.a or leaf.b
-    return 0 if one is None or one.shape is None else prod(one.shape)
+    return None if one is None or one.shape is None else show_shape(one.shape)
 
 
 def _code(column: Sequence[str | None], order: Iterable[str] = ()) -> Coded:

@@ -255,7 +255,7 @@ class CheckpointDocument(TypedDict):
 
 
 class ComparisonTable(TypedDict):
-    """The leaves of two checkpoints, by column. Norms have five digits."""
+    """The leaves of two checkpoints, by column. Norms have four digits."""
 
     layer: Coded
     """The row in the heat map, the beginning of the path: the block, such as `model/blocks/3`, or a
@@ -268,13 +268,12 @@ class ComparisonTable(TypedDict):
     group: Coded
     """parameters, optimizer or other. Values that are no arrays are other."""
     state: Coded
-    """the same, different, only in a, only in b."""
-    what: Coded
-    """The aspects that differ: kind, shape, dtype, same_as, sharding, value, with commas."""
-    elements: list[int]
-    """0 for values that are no arrays."""
-    changed: list[int | None]
-    """Elements that differ. None if they were not compared."""
+    """`the same`, `only in a`, `only in b`, or the aspects that differ with commas: kind, shape,
+    dtype, same_as, sharding, value."""
+    shape: Coded
+    """As `4 × 2`, or `()`. -1 for values that are no arrays."""
+    equal: list[int | None]
+    """Elements that are equal in both. None if they were not compared."""
     norm_a: list[Number | None]
     """The square root of the sum of squares. None for integers, keys, and leaves without a partner
     of the same shape."""
@@ -286,8 +285,8 @@ class ComparisonTable(TypedDict):
     """By row number: NaN and infinite elements in b, where there are any."""
     same_as: list[int]
     """The rows of arrays that an earlier row has, too. Sums leave them out."""
-    flag: Coded
-    """nan, exploding, dead, frozen, or -1."""
+    flag: dict[str, str]
+    """By row number: nan, exploding, dead or frozen, where there is a flag."""
 
 
 class ComparisonFlag(TypedDict):

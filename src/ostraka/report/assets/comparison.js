@@ -15,12 +15,13 @@ const FLAGS_SHOWN = 4;
 /** The page of a comparison. */
 export function drawComparison(found) {
   const leaves = readLeaves(found);
-  const groups = found.leaves.group.texts.filter((name, n) => found.leaves.group.codes.includes(n));
+  const groups = found.leaves.group.texts;
   let group = groups[0] ?? "parameters";
   const map = h("div", {}), list = h("div", {});
   const show = (chosen) => {
     group = chosen;
-    const rows = leaves.rows.filter((row) => leaves.group(row) === group);
+    const code = found.leaves.group.texts.indexOf(group), codes = found.leaves.group.codes;
+    const rows = leaves.rows.filter((row) => codes[row] === code);
     replaceAll(map, drawLayers(leaves, rows, groups.length > 1 ? switches : null));
     replaceAll(list, drawLeafList(leaves, rows));
   };
@@ -45,18 +46,18 @@ export function drawComparison(found) {
 /** The leaves of a comparison as functions of their row. */
 function readLeaves(found) {
   const table = found.leaves, shared = new Set(table.same_as);
+  const sizes = table.shape.texts.map((text) => (text === "()" ? 1 : text.split(" × ").reduce((product, size) => product * Number(size), 1)));
   const layerOf = (row) => table.layer.texts[table.layer.codes[row]];
-  const leaves = {
-    table, rows: table.elements.map((_, row) => row), isShared: (row) => shared.has(row),
+  const relative = table.norm_delta.map((delta, row) => (delta === null ? null : asNumber(delta) === 0 ? 0 : asNumber(delta) / asNumber(table.norm_a[row])));
+  const elements = (row) => sizes[table.shape.codes[row]] ?? 0;
+  return {
+    table, elements, rows: table.norm_delta.map((_, row) => row), isShared: (row) => shared.has(row),
     path: (row) => { const name = decode(table.name, row); return name ? layerOf(row) + found.separator + name : layerOf(row); },
-    group: (row) => decode(table.group, row), flag: (row) => decode(table.flag, row), state: (row) => decode(table.state, row),
+    group: (row) => decode(table.group, row), flag: (row) => table.flag[row] ?? "", state: (row) => decode(table.state, row),
+    changed: (row) => (table.equal[row] === null ? null : elements(row) - table.equal[row]),
     nan: (row) => table.nan[row] ?? 0,
-    relative: (row) => {
-      const a = asNumber(table.norm_a[row]), delta = asNumber(table.norm_delta[row]);
-      return table.norm_delta[row] === null ? null : delta === 0 ? 0 : delta / a;
-    },
+    relative: (row) => relative[row],
   };
-  return leaves;
 }
 
 /** A relative change for people: `inf` is a leaf that was zero. */
@@ -71,7 +72,7 @@ function drawSummary(found, leaves) {
   let delta = 0, a = 0, changed = 0, elements = 0, isPartial = false;
   for (const row of leaves.rows) {
     if (leaves.isShared(row) || leaves.group(row) !== "parameters") continue;
-    if (table.changed[row] !== null) { changed += table.changed[row]; elements += table.elements[row]; }
+    if (table.equal[row] !== null) { changed += leaves.changed(row); elements += leaves.elements(row); }
     if (table.norm_delta[row] === null) continue;
     const own = asNumber(table.norm_delta[row]) ** 2;
     if (!Number.isFinite(own)) { isPartial = true; continue; }
@@ -268,7 +269,7 @@ function sumCell(leaves, { layer, role, rows }) {
   const { table } = leaves;
   let a = 0, b = 0, delta = 0, nan = 0, changed = 0, elements = 0, known = false;
   for (const row of rows) {
-    nan += leaves.nan(row); changed += table.changed[row] ?? 0; elements += table.elements[row];
+    nan += leaves.nan(row); changed += leaves.changed(row) ?? 0; elements += leaves.elements(row);
     if (table.norm_delta[row] === null) continue;
     known = true;
     a += asNumber(table.norm_a[row]) ** 2; b += asNumber(table.norm_b[row]) ** 2; delta += asNumber(table.norm_delta[row]) ** 2;
@@ -329,8 +330,9 @@ function leafTable(leaves, rows) {
   const norm = (name, column) => ({ name, right: true, value: (row) => (column[row] === null ? null : asNumber(column[row])), show: (row) => formatNumber(column[row], 4) });
   return dataTable([
     { name: "leaf", value: leaves.path, show: (row) => h("code", {}, leaves.path(row)) },
-    { name: "differs in", value: (row) => (leaves.state(row) === "different" ? decode(table.what, row) : leaves.state(row)) },
-    { name: "changed", right: true, value: (row) => table.changed[row], show: (row) => (table.changed[row] === null ? "–" : `${table.changed[row].toLocaleString("en-US")} of ${table.elements[row].toLocaleString("en-US")}`) },
+    { name: "differs in", value: leaves.state },
+    { name: "shape", value: (row) => leaves.elements(row), show: (row) => decode(table.shape, row) || "–" },
+    { name: "changed", right: true, value: leaves.changed, show: (row) => (leaves.changed(row) === null ? "–" : leaves.changed(row) === leaves.elements(row) ? `all ${formatNumber(leaves.elements(row))}` : formatNumber(leaves.changed(row))) },
     norm("‖a‖", table.norm_a), norm("‖b‖", table.norm_b), norm("‖b − a‖", table.norm_delta),
     { name: "relative", right: true, value: (row) => sortableRelative(leaves.relative(row)), show: (row) => formatRelative(leaves.relative(row)) },
     { name: "NaN, inf", right: true, value: leaves.nan },

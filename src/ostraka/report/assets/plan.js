@@ -222,7 +222,7 @@ function shareBars(rows) {
 }
 
 function drawDetails(one, size) {
-  const { plan, numbers, times, values } = one;
+  const { plan, numbers, times } = one, isAlone = Boolean(size);
   const make = (title, ...children) => { const made = card(title, ...children); if (size) made.classList.add(size); return made; };
   const staging = plan.staging_bytes, save = plan.save.requests, restore = plan.restore;
   const groups = Object.entries(plan.groups).map(([name, group], n) => [name, group.bytes, `${formatBytes(group.bytes)} ${Object.keys(group.dtypes).join(", ")}`, `var(--c${n % 8})`]);
@@ -255,13 +255,18 @@ function drawDetails(one, size) {
       "requests of a restore": `${restore.requests.most.toLocaleString("en-US")} of a host, in ${formatCount(restore.files.most, "file")}`,
       "a host reads": `${formatBytes(restore.read_bytes.most)}, ${(100 * restore.over_read).toFixed(2)} % more than it needs`,
     })),
-    make("Over time", facts({
-      [`storage for ${values.keep}`]: `${formatBytes(values.keep * plan.total_bytes)}, ${formatBytes((values.keep + 1) * plan.total_bytes)} while one more is saved`,
-      "time between failures": formatSeconds(values.mtbf_s),
-      "save every": showAdvice(times.save_every),
-      "save_async every": showAdvice(times.save_async_every),
-    })),
+    isAlone ? null : make("Over time", overTime(one)),
   ];
+}
+
+/** Storage and intervals. */
+function overTime({ plan, times, values }) {
+  return facts({
+    [`storage for ${values.keep}`]: `${formatBytes(values.keep * plan.total_bytes)}, ${formatBytes((values.keep + 1) * plan.total_bytes)} while one more is saved`,
+    "time between failures": formatSeconds(values.mtbf_s),
+    "save every": showAdvice(times.save_every),
+    "save_async every": showAdvice(times.save_async_every),
+  });
 }
 
 function showAdvice(advice) {
@@ -279,7 +284,7 @@ function recoveryRows(plan, times) {
 
 /** How often to save, over the mean time between failures. */
 function drawIntervals(all) {
-  const series = [], hours = Array.from({ length: 23 }, (_, n) => n / 2 - 1);
+  const series = [], hours = Array.from({ length: 22 }, (_, n) => n / 2 - 1);
   all.forEach(({ variant, plan, values }, n) => {
     for (const [call, key, colour] of [["save", "save_every", 2 * n], ["save_async", "save_async_every", 2 * n + 1]]) {
       const points = hours.map((x) => [x, planTimes(plan, values, 3600 * 2 ** x)[key]?.interval_s ?? NaN]).filter(([, y]) => Number.isFinite(y));
@@ -291,10 +296,9 @@ function drawIntervals(all) {
   const [unit, name] = most > 4 * 3600 ? [3600, "h"] : most > 240 ? [60, "min"] : [1, "s"];
   for (const one of series) one.points = one.points.map(([x, y]) => [x, y / unit]);
   const mtbf = all[0].values.mtbf_s;
-  const made = card("How often to save", lineChart(series, { xLabel: "mean time between failures", yLabel: "time between saves", showX: (x) => formatSeconds(3600 * 2 ** x), showY: (y) => `${formatNumber(y, 3)} ${name}`, fromZero: true, marks: [{ at: Math.log2(mtbf / 3600) }] }),
-    h("p", { class: "muted" }, `The dashed line is at ${formatSeconds(mtbf)}. The interval loses the least time to saving and to repeated work (Daly). No save begins before the one before has ended.`));
-  made.classList.add(all.length > 1 ? "wide" : "half");
-  return made;
+  const chart = lineChart(series, { xLabel: "mean time between failures", yLabel: "time between saves", showX: (x) => formatSeconds(3600 * 2 ** x), showY: (y) => `${formatNumber(y, 3)} ${name}`, fromZero: true, marks: [{ at: Math.log2(mtbf / 3600) }] });
+  const note = h("p", { class: "muted" }, `The dashed line is at ${formatSeconds(mtbf)}. The interval loses the least time to saving and to repeated work (Daly). No save begins before the one before has ended.`);
+  return card("How often to save", h("div", { class: "two-parts" }, chart, h("div", {}, all.length > 1 ? null : overTime(all[0]), note)));
 }
 
 function drawFindings({ plan }) {
