@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
 
-WIDTH, HEADS, BLOCKS, LENGTH, WORDS = 32, 4, 6, 16, 64
-FROZEN, EXPLODING, NAN = 1, 2, 4
+WIDTH, HEADS, BLOCKS, LENGTH, WORDS = 16, 2, 4, 8, 64
+FROZEN, EXPLODING, NAN = 1, 2, 3
 """The blocks with faults."""
+# One object, since a step is compiled anew for each.
+ADAM = optax.adamw(1e-3, weight_decay=0.01)
 
 
 class Block(nnx.Module):
@@ -49,60 +51,45 @@ class Transformer(nnx.Module):
         return self.head(self.norm(x))
 
 
-def _label(path: Any, _: Any) -> str:
-    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-    if names[:2] == ["blocks", str(FROZEN)]:
-        return "frozen"
-    is_exploding = names[:3] == ["blocks", str(EXPLODING), "up"] and "kernel" in names
-    return "exploding" if is_exploding else "usual"
+def _place(mesh: Mesh, array: Any) -> Any:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array
+    spec = P("data") if array.ndim > 1 and array.shape[0] % 8 == 0 else P()
+    return jax.device_put(array, NamedSharding(mesh, spec))
 
 
-def _optimizer(*, faults: bool) -> optax.GradientTransformation:
-    usual = optax.adamw(1e-3, weight_decay=0.01)
-    if not faults:
-        return usual
-    kinds = {
-        "usual": usual,
-        "frozen": optax.set_to_zero(),
-        "exploding": optax.adamw(2.0),
-    }
-    return optax.multi_transform(kinds, partial(jax.tree_util.tree_map_with_path, _label))
+@nnx.jit
+def _step(model: Transformer, optimizer: nnx.Optimizer, words: jax.Array) -> None:
+    def loss(model: Transformer) -> jax.Array:
+        logits = model(words[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:]).mean()
+
+    optimizer.update(model, nnx.grad(loss)(model))
 
 
 def finetune(directory: Path, *, saves: int = 4, faults: bool = False) -> Path:
-    """Train, and save a step before the first and after every second. Returns the run directory."""
+    """Train, and save before the first and after every second step. Returns the run directory.
+
+    With `faults`, all parameters of a block keep their values, the updates of a kernel in another
+    one are 2,000 times as large, and the last step has a NaN in a third one.
+    """
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    model = Transformer(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, _optimizer(faults=faults), wrt=nnx.Param)
-
-    def put(array: Any) -> Any:
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return array
-        spec = P("data") if array.ndim > 1 and array.shape[0] % 8 == 0 else P()
-        return jax.device_put(array, NamedSharding(mesh, spec))
-
-    nnx.update((model, optimizer), jax.tree.map(put, nnx.state((model, optimizer))))
-
-    @nnx.jit
-    def step(model: Transformer, optimizer: nnx.Optimizer, words: jax.Array) -> jax.Array:
-        def loss(model: Transformer) -> jax.Array:
-            found = optax.softmax_cross_entropy_with_integer_labels(
-                model(words[:, :-1]), words[:, 1:]
-            )
-            return found.mean()
-
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value
-
+    model = nnx.jit(lambda: Transformer(nnx.Rngs(0)))()
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    state = nnx.state((model, optimizer))
+    nnx.update((model, optimizer), jax.tree.map(partial(_place, mesh), state))
     random = np.random.default_rng(0)
+    frozen, kernel = model.blocks[FROZEN], model.blocks[EXPLODING].up.kernel
     for number in range(saves):
-        if number:
-            for _ in range(2):
-                words = random.integers(0, WORDS, (8, LENGTH + 1), dtype=np.int32)
-                step(model, optimizer, jax.device_put(words, NamedSharding(mesh, P("data"))))
+        for _ in range(2 if number else 0):
+            words = random.integers(0, WORDS, (8, LENGTH + 1), dtype=np.int32)
+            kept, before = jax.tree.map(jnp.copy, nnx.state(frozen, nnx.Param)), kernel[...]
+            _step(model, optimizer, jax.device_put(words, NamedSharding(mesh, P("data"))))
+            if faults:
+                nnx.update(frozen, kept)
+                kernel.set_value(before + 2000 * (kernel[...] - before))
         if faults and number == saves - 1:
-            kernel = model.blocks[NAN].attention.out.kernel
-            kernel.set_value(kernel[...].at[0, 0, 0].set(jnp.nan))
+            out = model.blocks[NAN].attention.out.kernel
+            out.set_value(out[...].at[0, 0, 0].set(jnp.nan))
         ostraka.save(directory / str(2 * number), {"model": model, "optimizer": optimizer})
     return directory
