@@ -371,9 +371,8 @@ def test_search_groups_and_theme(browser: Any, runs: dict[str, Path], tmp_path: 
     cells = "[...document.querySelectorAll('.card:last-child tbody tr td:first-child')]"
     listed = wait_until(browser, f"{cells}.map(e => e.innerText)")
     assert sorted(listed) == sorted(wanted)
-    browser.run(
-        "[...document.querySelectorAll('.choice button')].find(e => e.innerText === 'optimizer').click()"
-    )
+    buttons = "[...document.querySelectorAll('.choice button')]"
+    browser.run(f"{buttons}.find(e => e.innerText === 'optimizer').click()")
     rows = browser.run("return document.querySelector('.heat tbody').innerText")
     assert "/mu/blocks/1" in rows
     before = browser.run("return getComputedStyle(document.body).backgroundColor")
