@@ -568,7 +568,7 @@ def test_damage(tmp_path: Path, browser: Any, parity: int, at: int, is_covered: 
     assert (values["w"]["problem"] is None) is can_repair
     address = write_page(seen, tmp_path / "page.html")
     visit(browser, address)
-    assert seen["integrity"]["repair"] in text_of(browser, "#files")
+    assert str(seen["integrity"]["repair"]) in text_of(browser, "#files")
     assert lost.name in text_of(browser, "#files .ck-problems")
     hover(browser, ".ck-file.missing")
     wait_until(browser, "!document.querySelector('#tip').hidden")
@@ -749,7 +749,7 @@ def test_16_384_devices(tmp_path: Path, browser: Any, record_property: Callable[
     pick(browser, "model/layers/0/kernel")
     cells = browser.run("return document.querySelectorAll('.ck-shard').length")
     assert cells == 32 * 8
-    assert found["values"]["command"] in text_of(browser, "#leaf .notice")
+    assert str(found["values"]["command"]) in text_of(browser, "#leaf .notice")
     assert complaints(browser, own=address) == []
 
 

@@ -242,7 +242,10 @@ function treemap(found, tree, pick) {
     pen.textBaseline = "middle";
     for (const box of boxes) {
       const { x, y, w, h: height_, node, open, depth } = box, colour = colours[colourNumber(node)];
-      pen.globalAlpha = open ? 0.22 + 0.08 * Math.min(depth, 3) : box.rest ? 0.35 : 0.82;
+      // Opaque first: colours inside each other must not add up to one that hides the names.
+      pen.fillStyle = cardColour;
+      pen.fillRect(x, y, w, height_);
+      pen.globalAlpha = open ? 0.16 + 0.06 * Math.min(depth, 4) : box.rest ? 0.5 : 0.85;
       pen.fillStyle = colour;
       pen.fillRect(x, y, w, height_);
       pen.globalAlpha = 1;
