@@ -22,6 +22,7 @@ from ostraka.cli import main
 
 COMMANDS = (
     *("show", "ls", "diff", "verify", "du", "which", "watch", "doctor"),
+    *("report", "board", "top"),
     *("copy", "convert", "merge", "repair", "pin", "unpin", "rm", "gc"),
     *("plan", "completion"),
 )
@@ -292,7 +293,7 @@ def test_help_has_an_example(command: str):
     assert result.exit_code == 0
     examples = result.stdout.partition("Examples:\n")[2]
     assert f"ostraka {command} " in examples
-    assert "--json" in result.stdout or command == "completion"
+    assert "--json" in result.stdout or command in ("completion", "board")
     assert "--verbose" in result.stdout
 
 
@@ -308,7 +309,7 @@ def test_the_list_of_commands_has_the_first_sentence_of_each(command: str):
 def test_help_is_grouped_and_imports_no_command():
     lines = run("--help").stdout.splitlines()
     titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert titles == ["Options:", "Inspect:", "Change:", "Plan:", "Shell:"]
+    assert titles == ["Options:", "Inspect:", "Look:", "Change:", "Plan:", "Shell:"]
     run_without({"numpy", "ostraka.cli._show", "ostraka.manager.steps"}, "--help")
 
 

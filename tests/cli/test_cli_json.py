@@ -45,6 +45,14 @@ KEYS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"step", "path", "saved_at", "bytes", "metrics"},
     ),
     "doctor": (("doctor", "{runs}"), {"ok", "path", "checks"}),
+    "report": (("report", "{runs}"), {"documents"}),
+    "top": (
+        ("top", "{runs}"),
+        {
+            *("kind", "path", "at", "steps", "bytes", "metrics", "rules", "writer", "advice"),
+            *("mirror", "space", "notes"),
+        },
+    ),
     "copy": (
         ("copy", "{runs}/1", "{new}"),
         {
@@ -103,7 +111,7 @@ def test_every_command_with_json_is_here():
         for name, command in commands.items()
         if command and any("--json" in parameter.opts for parameter in command.params)
     }
-    assert with_json == commands.keys() - {"completion"}
+    assert with_json == commands.keys() - {"completion", "board"}
     assert with_json == {words[0] for words, _ in KEYS.values()}
 
 

@@ -21,10 +21,11 @@ from ostraka.report.schema import RunDocument
 _IDLE_S = 30.0
 """How long the poller goes on when nobody listens."""
 _LEAST_PAUSE_S = 0.5
+_LONGEST_LOCAL_PAUSE_S = 1.0
 _LEAST_REMOTE_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 10.0
 _PART = 10
-"""The pause after a look, in looks: so looking takes at most a tenth of one core."""
+"""The pause after a look, in looks, within these bounds: so that looking takes little time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Feed:
 
     def _pause_s(self, took_s: float, quiet_s: float) -> float:
         if not self._reader.root.store.traits.is_remote:
-            return min(max(_PART * took_s, _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
+            return min(max(_PART * took_s, _LEAST_PAUSE_S), _LONGEST_LOCAL_PAUSE_S)
         longest = max(_PART * took_s, _LEAST_REMOTE_PAUSE_S, quiet_s / _PART)
         return min(longest, _LONGEST_PAUSE_S)
 
