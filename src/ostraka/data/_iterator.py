@@ -12,7 +12,7 @@ from ostraka.data._prepare import Preparation, Source
 from ostraka.data._rounds import Group
 from ostraka.data._rows import plan_rows
 from ostraka.errors import InvalidTree, Mismatch
-from ostraka.tree.json_tree import decode_state
+from ostraka.tree.json_tree import decode_state, encode_state
 from ostraka.tree.json_values import class_name
 
 _VERSION = 1
@@ -85,6 +85,7 @@ class ElasticIterator:
         self._group = None if self._plan.is_local else Group(self._plan.processes)
         self._position = 0
         self._states: Mapping[int, Any] = self._source.states()
+        self.get_state()  # which refuses what could not be saved
         self._preparation: Preparation | None = None
         self._is_closed = False
 
@@ -122,7 +123,10 @@ class ElasticIterator:
             "shards": self._plan.shards,
             "batch": self._plan.batch,
             "position": self._position,
-            "states": {str(shard): state for shard, state in self._states.items()},
+            "states": {
+                str(shard): encode_state(f"shard {shard}", state)
+                for shard, state in self._states.items()
+            },
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -145,15 +149,18 @@ class ElasticIterator:
         self._stop()
         try:
             for shard, iterator in self._source.iterators.items():
-                iterator.set_state(decode_state(states[str(shard)]))
+                iterator.set_state(states[shard])
         except BaseException:
             self._is_closed = True  # Some shards are elsewhere than others.
             raise
         self._position = state["position"]
-        self._states = {shard: states[str(shard)] for shard in sorted(self._plan.saves)}
+        self._states = {shard: states[shard] for shard in states if shard in self._plan.saves}
 
-    def _check_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the states by shard. Raises Mismatch, before anything has changed."""
+    def _check_state(self, state: Any) -> Mapping[int, Any]:
+        """Return the states of the shards that this process runs.
+
+        Raises Mismatch, before anything has changed.
+        """
         names = ("version", "shards", "batch", "position", "states")
         if not isinstance(state, Mapping) or any(name not in state for name in names):
             raise Mismatch(
@@ -172,7 +179,7 @@ class ElasticIterator:
             problem = f"it lacks shard {missing[0]}, which this process runs"
             remedy = "join the parts of all processes with ElasticIterator.join_states"
             raise Mismatch(_SUBJECT, [f"{problem}: {remedy}"])
-        return states
+        return {shard: decode_state(states[str(shard)]) for shard in self._plan.runs}
 
     @property
     def _size(self) -> tuple[int, int]:

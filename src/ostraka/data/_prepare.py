@@ -14,7 +14,6 @@ from ostraka.data._rounds import Post, Rounds
 from ostraka.data._rows import RowPlan
 from ostraka.data._stack import Stacker
 from ostraka.errors import OstrakaError, describe
-from ostraka.tree.json_tree import encode_state
 
 _END_WITHIN_S = 5.0
 """How long the end of the program waits for the thread."""
@@ -26,7 +25,7 @@ class Batch:
 
     arrays: Any
     states: Mapping[int, Any]
-    """By shard that this process saves: its state after this batch, encoded."""
+    """By shard that this process saves: its state after this batch."""
 
 
 class Source:
@@ -58,11 +57,12 @@ class Source:
                 raise
 
     def states(self) -> dict[int, Any]:
-        """Return the state of each shard that this process saves."""
+        """Return the state of each shard that this process saves, safe from later changes."""
+        saves = self.plan.saves
         return {
-            shard: encode_state(f"shard {shard}", iterator.get_state())
+            shard: _copied(iterator.get_state())
             for shard, iterator in self.iterators.items()
-            if shard in self.plan.saves
+            if shard in saves
         }
 
     @property
@@ -73,6 +73,16 @@ class Source:
 
 class _Ended(Exception):
     """Raised if a shard has no more examples."""
+
+
+def _copied(state: Any) -> Any:
+    """A copy of the containers of a state. Every batch has one, and `deepcopy` takes longer."""
+    kind = type(state)
+    if kind is dict:
+        return {key: _copied(value) for key, value in state.items()}
+    if kind is list:
+        return [_copied(value) for value in state]
+    return tuple(map(_copied, state)) if kind is tuple else state
 
 
 class Preparation:
