@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -82,7 +81,9 @@ class Journal:
         self.again = 0
         """How many rows were seen again, after a restore or on another process."""
 
-    def update(self) -> None:
+    def update(self) -> bool:
+        """Read what is new. Return True if it has batches."""
+        has_batches = False
         for file in sorted(self._logs.iterdir()):
             text = file.read_text()
             whole = text[: text.rfind("\n") + 1]
@@ -91,11 +92,13 @@ class Journal:
                 if rows is None:
                     self.ends.add(step)
                     continue
+                has_batches = True
                 known = self.rows.setdefault(step, {})
                 for row, digest in rows.items():
                     self.again += int(row) in known
                     assert known.setdefault(int(row), digest) == digest, (step, row, file.name)
             self._read[file] = len(whole)
+        return has_batches
 
     def batches(self) -> list[list[str]]:
         """All batches in order. Every row of each must be known."""
@@ -103,15 +106,26 @@ class Journal:
         return [[self.rows[step][row] for row in range(BATCH)] for step in range(len(self.rows))]
 
 
-def kill_all_after(first: int, wait_s: float, appears: Path) -> Callable[[list[Any]], None]:
-    """Kill one process a while after training has begun, then the others, as a scheduler does."""
+def kill_all_after(
+    victim: int, batches: int, wait_s: float, logs: Path
+) -> Callable[[list[subprocess.Popen[bytes]]], None]:
+    """Kill a process a while after it has noted so many batches, then the others.
+
+    That is what a scheduler does. Nothing happens if the data ends before.
+    """
+    before = set(logs.iterdir())
+
+    def has_come(popen: subprocess.Popen[bytes]) -> bool:
+        new = [file for file in logs.glob(f"*-{victim}-of-*") if file not in before]
+        return popen.poll() is None and any(f.read_text().count("\n") >= batches for f in new)
 
     def watch(popens: list[subprocess.Popen[bytes]]) -> None:
-        before = len(list(appears.iterdir()))
-        while len(list(appears.iterdir())) < before + 1 and popens[first].poll() is None:
-            time.sleep(0.01)
+        while not has_come(popens[victim]):
+            if popens[victim].poll() is not None:
+                return
+            time.sleep(0.005)
         time.sleep(wait_s)
-        for popen in (popens[first], *popens):
+        for popen in (popens[victim], *popens):
             popen.send_signal(signal.SIGKILL)
 
     def start(popens: list[subprocess.Popen[bytes]]) -> None:
@@ -128,13 +142,15 @@ def train_with_kills(
     root, logs = directory / "root", directory / "logs"
     logs.mkdir(parents=True)
     journal = Journal(logs)
-    done = {"kills": 0, "processes started": 0, "runs that ended first": 0}
+    done = {"kills": 0, "killed after a batch": 0, "processes started": 0, "whole passes": 0}
     number = 0
     while True:
         processes = cycle[number % len(cycle)]
         is_last = done["kills"] >= kills and processes == cycle[-1]
         number += 1
-        kill = kill_all_after(chance.randrange(processes), chance.random() * 1.5, logs)
+        kill = kill_all_after(
+            chance.randrange(processes), chance.randrange(8), chance.random() * 0.3, logs
+        )
         results = run_processes(
             train,
             str(root),
@@ -146,16 +162,17 @@ def train_with_kills(
             on_start=None if is_last else kill,
         )
         done["processes started"] += processes
-        done["kills"] += any(result.exit_code == -signal.SIGKILL for result in results)
-        journal.update()
+        is_killed = any(result.exit_code == -signal.SIGKILL for result in results)
+        done["kills"] += is_killed
+        done["killed after a batch"] += journal.update() and is_killed
         if any(result.error for result in results):
             raise AssertionError([result.error for result in results])
         if is_last:
             done["rows seen again"] = journal.again
+            done["whole passes"] += 1
             return journal.batches(), journal.ends, done
-        if journal.ends:  # It came to the end before it was killed: once more from the start.
-            done["runs that ended first"] += 1
-            journal.ends.clear()
+        if not is_killed:  # It came to the end before: once more from the start.
+            done["whole passes"] += 1
             shutil.rmtree(root)
 
 
@@ -175,14 +192,17 @@ def test_killed_runs_on_other_process_counts_see_the_same_batches(tmp_path: Path
     assert found == expected
     assert ends == {len(expected)}
     assert done["kills"] >= 2
+    assert done["killed after a batch"] >= 1
 
 
 @pytest.mark.soak
 def test_a_hundred_kills(tmp_path: Path, figures: Figures):
-    expected = train_undisturbed(tmp_path / "whole", 6000)
-    found, ends, done = train_with_kills(tmp_path / "killed", 6000, CYCLE, 100, seed=2)
+    expected = train_undisturbed(tmp_path / "whole", 8000)
+    found, ends, done = train_with_kills(tmp_path / "killed", 8000, CYCLE, 100, seed=2)
     assert found == expected
     assert ends == {len(expected)}
+    assert done["rows seen again"] > 0
+    assert done["killed after a batch"] > 50
     figures.add("batches of logical shards compared", len(found))
     for what, count in done.items():
         figures.add(f"elastic data: {what}", count)
