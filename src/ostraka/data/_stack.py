@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from ostraka.data._rows import RowPlan
 from ostraka.errors import InvalidSharding, InvalidTree
 
 Array = np.ndarray[Any, Any]
+_NUMPY = (np.ndarray, np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +66,39 @@ class Stacker:
 
     def stack(self, rows: Iterable[tuple[int, Any]]) -> Any:
         """Return a pytree of global arrays, from the shard and the example of each local row."""
-        buffers: list[Array] = []
+        flatten = jax.tree_util.tree_flatten
+        shards: list[int] = []
+        flat: list[list[Any]] = []
         spec = self.spec
-        flatten, last = jax.tree_util.tree_flatten, 0
-        for row, (shard, example) in enumerate(rows):
+        for shard, example in rows:
             if spec is None:
                 spec = self._begin(example)
-            if not buffers:
-                count = len(self._plan.runs) * self._plan.rows_per_shard
-                layout = zip(spec.shapes, spec.dtypes, strict=True)
-                buffers = [np.empty((count, *shape), dtype) for shape, dtype in layout]
             leaves, treedef = flatten(example)
             if treedef != spec.treedef:
                 raise _unlike(shard, f"{treedef}", f"{spec.treedef}")
-            for n, leaf in enumerate(leaves):
-                if type(leaf) is not np.ndarray:
-                    leaf = np.asarray(leaf)
-                if leaf.shape != spec.shapes[n] or leaf.dtype != spec.dtypes[n]:
-                    found = f"{leaf.dtype}{list(leaf.shape)} at {spec.names[n] or '.'!r}"
-                    raise _unlike(shard, found, f"{spec.dtypes[n]}{list(spec.shapes[n])}")
-                buffers[n][row] = leaf
-            last = row
+            shards.append(shard)
+            flat.append(leaves)
         assert spec is not None
-        assert last + 1 == len(buffers[0])
+        columns = zip(*flat, strict=True)
+        buffers = [self._stack_leaf(spec, n, column, shards) for n, column in enumerate(columns)]
         with jax.enable_x64(self._has_x64):
             arrays = self._place(buffers)
         return jax.tree_util.tree_unflatten(spec.treedef, arrays)
+
+    def _stack_leaf(
+        self, spec: ExampleSpec, leaf: int, column: Sequence[Any], shards: Sequence[int]
+    ) -> Array:
+        """Return the values of one leaf in all rows as one array."""
+        shape, dtype = spec.shapes[leaf], spec.dtypes[leaf]
+        arrays = [v if isinstance(v, _NUMPY) else np.asarray(v) for v in column]
+        for shard, array in zip(shards, arrays, strict=True):
+            if array.shape != shape or array.dtype != dtype:
+                found = f"{array.dtype}{list(array.shape)} at {spec.names[leaf] or '.'!r}"
+                raise _unlike(shard, found, f"{dtype}{list(shape)}")
+        if not shape:
+            return np.array(arrays, dtype)
+        # As np.stack, which would take several times as long for small rows.
+        return np.concatenate(arrays).reshape(len(arrays), *shape)
 
     def _begin(self, example: Any) -> ExampleSpec:
         spec = self.spec = describe_example(example)
