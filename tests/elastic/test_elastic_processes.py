@@ -1,5 +1,6 @@
 """Logical shards on several processes: the same batches on any number of them, despite kills."""
 
+import itertools
 import json
 import os
 import random
@@ -10,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Self, cast
 
+import numpy as np
 import pytest
 
 import ostraka
 from elastic_data import mixed, row_digests
 from figures import Figures
 from ostraka.data import ElasticIterator
+from ostraka.errors import InvalidSharding, OstrakaError, SaveFailed
 from ostraka.testing import preloaded, run_processes
 
 SHARDS, BATCH = 12, 24
@@ -30,20 +34,14 @@ def _with_grain() -> Iterator[None]:
         yield
 
 
-def make_data(count: int, axes: tuple[str, ...] = ("data",), prefetch: int = 2) -> ElasticIterator:
+def make_data(count: int) -> ElasticIterator:
     """The mix in logical shards, over all devices of all processes."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    shape = (jax.device_count(),) if len(axes) == 1 else (jax.device_count() // 2, 2)
-    mesh = jax.make_mesh(shape, axes)
-    sharding = NamedSharding(mesh, PartitionSpec(axes[0]))
+    where = NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), PartitionSpec("data"))
     return ElasticIterator(
-        lambda shard: mixed(shard, SHARDS, count),
-        shards=SHARDS,
-        batch=BATCH,
-        sharding=sharding,
-        prefetch=prefetch,
+        lambda shard: mixed(shard, SHARDS, count), shards=SHARDS, batch=BATCH, sharding=where
     )
 
 
@@ -206,3 +204,171 @@ def test_a_hundred_kills(tmp_path: Path, figures: Figures):
     figures.add("batches of logical shards compared", len(found))
     for what, count in done.items():
         figures.add(f"elastic data: {what}", count)
+
+
+# Whose rows are where
+
+
+class Numbers:
+    """The multiples of a shard, up to an end, where it ends or fails."""
+
+    def __init__(self, shard: int, end: int = 20, error: str = ""):
+        self.shard, self.end, self.error = shard, end, error
+        self.at = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == self.end:
+            raise OSError(self.error) if self.error else StopIteration
+        self.at += 1
+        return {"n": np.int32(100 * self.shard + self.at)}
+
+    def get_state(self) -> Any:
+        return self.at
+
+    def set_state(self, state: Any) -> None:
+        self.at = state
+
+
+def spread(make: Callable[[int], Any], *split: str, batch: int = 8) -> ElasticIterator:
+    """4 shards over 2 processes of 2 devices: rows split by "a" are on one process each."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+    return ElasticIterator(make, shards=4, batch=batch, sharding=(mesh, PartitionSpec(split)))
+
+
+def take(data: ElasticIterator, count: int) -> list[int]:
+    """The sums of global batches, computed by all processes together."""
+    import jax
+
+    total = jax.jit(lambda n: n.sum())
+    return [int(total(batch["n"])) for batch in itertools.islice(data, count)]
+
+
+SPLITS: dict[tuple[str, ...], list[set[int]]] = {
+    ("a",): [{0, 1}, {2, 3}],
+    ("b",): [{0, 1, 2, 3}, {0, 1, 2, 3}],
+    ("a", "b"): [{0, 1}, {2, 3}],
+    ("b", "a"): [{0, 2}, {1, 3}],
+    (): [{0, 1, 2, 3}, {0, 1, 2, 3}],
+}
+"""By the axes that split the rows: the shards of each process."""
+
+
+def go_through(root: str) -> list[Any]:
+    """Save and restore with each way to split the rows. Go back and forth as well."""
+    import jax
+
+    found: list[Any] = []
+    for number, split in enumerate(SPLITS):
+        made: set[int] = set()
+
+        def make(shard: int, made: set[int] = made) -> Numbers:
+            made.add(shard)
+            return Numbers(shard, end=20 + shard)
+
+        with spread(make, *split) as data, spread(Numbers, *split, batch=4) as odd:
+            first = take(data, 3)
+            handle = ostraka.save_async(f"{root}/{number}", {"data": data})
+            more = take(data, 4)
+            handle.wait()
+            saved = data.get_state()["states"].keys()
+            ostraka.restore(f"{root}/{number}", like={"data": data})
+            assert take(data, 4) == more
+            ostraka.restore(f"{root}/{number}", like={"data": data})
+            assert data.get_state()["position"] == 3
+            rest = take(data, 100)
+            assert take(data, 100) == []
+            assert take(odd, 2) == [sum(100 * k + n for k in range(4)) for n in (1, 2)]
+        found.append((made, {int(shard) for shard in saved}, first + rest))
+    with pytest.raises(InvalidSharding, match="several processes need sharding=, which says whose"):
+        ElasticIterator(Numbers, shards=4, batch=8)
+    far = jax.sharding.SingleDeviceSharding(jax.devices()[-1 - jax.process_index()])
+    if far.is_fully_addressable:
+        return found
+    with pytest.raises(
+        InvalidSharding, match="process 0 has none of .* iterator on process 1 only"
+    ):
+        ElasticIterator(Numbers, shards=4, batch=8, sharding=far)
+    return found
+
+
+def test_each_process_runs_and_saves_its_shards(tmp_path: Path):
+    root = str(tmp_path)
+    results = run_processes(go_through, root, processes=2, devices_per_process=2)
+    alone = ElasticIterator(lambda k: Numbers(k, end=20 + k), shards=4, batch=8)
+    expected = take(alone, 100)
+    assert len(expected) == 10
+    for number, shards in enumerate(SPLITS.values()):
+        seen = [result.value[number] for result in results]
+        assert [made for made, _, _ in seen] == shards
+        saved = [saved for _, saved, _ in seen]
+        assert saved[0] | saved[1] == {0, 1, 2, 3}
+        assert saved == [shards[0], shards[1] - shards[0]]
+        assert [batches for _, _, batches in seen] == [expected] * 2
+        ostraka.restore(f"{root}/{number}", like={"data": alone})
+        assert take(alone, 100) == expected[3:]
+
+
+# Ends and errors
+
+
+def end_differently(root: str) -> list[Any]:
+    import jax
+
+    me = jax.process_index()
+    # Process 1 has the shards 2 and 3.
+    with spread(lambda k: Numbers(k, end=9 if k == 3 else 50 - k), "a") as data:
+        found: list[Any] = [len(take(data, 100)), data.get_state()["position"]]
+    for prefetch in (1, 5):
+        with spread(lambda k: Numbers(k, 7 if k == 3 else 50, "no disk" * (k == 3)), "a") as data:
+            cast(Any, data)._prefetch = prefetch
+            found.append(len(take(data, 3)))
+            with pytest.raises(Exception, match="no disk") as caught:
+                next(data)
+            found.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    class Wide(Numbers):
+        def __next__(self) -> Any:
+            return {"n": np.zeros(me, np.int32)}
+
+    for make, what in ((Wide, "examples"), (Numbers, "position")):
+        with spread(make, "a") as data:
+            if what == "position":
+                other = spread(Numbers, "a").get_state() | {"position": me}
+                data.set_state(other)
+            with pytest.raises(OstrakaError, match=f"process 1 has {what} ") as caught:
+                next(data)
+            found.append(str(caught.value))
+    with spread(Numbers, "a") as data:
+        take(data, 1)
+        cast(Any, data)._position += me
+        with pytest.raises(SaveFailed, match="process 1 has position 2, that of process 0 has 1"):
+            ostraka.save(root, {"data": data})
+    mine = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    with ElasticIterator(Numbers, shards=4, batch=8, sharding=mine) as data:
+        for _ in range(1 + me):
+            next(data)
+        cast(Any, data)._position = 1
+        with pytest.raises(SaveFailed, match="have another state for shard 0 of an Elastic"):
+            ostraka.save(root, {"data": data})
+    return found
+
+
+def test_all_processes_end_and_fail_at_the_same_batch(tmp_path: Path):
+    root = str(tmp_path / "c")
+    first, second = (
+        result.value
+        for result in run_processes(end_differently, root, processes=2, devices_per_process=2)
+    )
+    assert first[:2] == second[:2] == [4, 4]
+    at = "OstrakaError: no process has batch 3 of the data, because process 1: OSError: no disk"
+    assert first[2:6] == [3, at, 3, at]
+    assert second[2:6] == [3, "OSError: no disk", 3, "OSError: no disk"]
+    assert first[6] == second[6]
+    assert "examples n: int32[1], while process 0 has n: int32[0]; all must" in first[6]
+    assert "process 1 has position 1, while process 0 has 0; all must have the same" in first[7]

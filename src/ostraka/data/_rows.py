@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ostraka.errors import InvalidSharding
+from ostraka.processes.operation import name_processes
 from ostraka.sharding.mesh import as_mesh
 
 
@@ -62,8 +63,8 @@ def plan_rows(shards: int, batch: int, sharding: Any) -> RowPlan:
     processes = tuple(sorted({process for process, *_ in parts}))
     if not runs:
         raise InvalidSharding(
-            f"process {me} has none of the devices of {made}: make the iterator on processes "
-            f"{', '.join(map(str, processes[:8]))} only, or give a sharding over all processes"
+            f"process {me} has none of the devices of {made}: make the iterator on "
+            f"{name_processes(processes)} only, or give a sharding over all processes"
         )
     order = {shard: number for number, shard in enumerate(runs)}
     first_rows = {

@@ -106,11 +106,11 @@ class Stacker:
         for name, shape in zip(spec.names, spec.shapes, strict=True):
             try:
                 sharding.shard_shape((self._plan.batch, *shape))
-            except ValueError as error:
+            except (ValueError, IndexError):  # JAX raises the latter for too few dimensions.
                 raise InvalidSharding(
                     f"leaf {name or '.'!r} of the batch has the shape "
-                    f"{(self._plan.batch, *shape)}, which {sharding} does not fit ({error}): "
-                    "give a sharding that splits the rows only"
+                    f"{(self._plan.batch, *shape)}, which {sharding} does not fit: give a sharding "
+                    "that splits the rows only"
                 ) from None
         return spec
 
