@@ -9,7 +9,7 @@ from ostraka import errors
 from ostraka._version import __version__
 
 if TYPE_CHECKING:
-    from ostraka import exercises, sharding
+    from ostraka import data, exercises, sharding
     from ostraka.common.record import Record
     from ostraka.integrity import RepairReport, VerifyReport, repair, verify
     from ostraka.manager import Best, Manager, latest
@@ -40,6 +40,7 @@ __all__ = [
     "annotate",
     "convert",
     "copy",
+    "data",
     "errors",
     "exercises",
     "latest",
@@ -71,7 +72,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("exercises", "sharding"):
+    if name in ("data", "exercises", "sharding"):
         return import_module(f"ostraka.{name}")
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:

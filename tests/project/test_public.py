@@ -53,8 +53,8 @@ print(json.dumps(sorted(names)))
 
 PUBLIC = """
     Best Checkpoint ConvertReport CopyReport LazyArray Manager MergeReport Plan Record RepairReport
-    SaveHandle VerifyReport __version__ annotate convert copy errors exercises latest merge open
-    plan repair restore save save_async sharding verify
+    SaveHandle VerifyReport __version__ annotate convert copy data errors exercises latest merge
+    open plan repair restore save save_async sharding verify
 """
 
 

@@ -51,7 +51,7 @@ GUIDES = [
     *("docs/start/shard.md", "docs/howto/another-mesh.md", "docs/howto/training-loop.md"),
     *("docs/howto/preemption.md", "docs/howto/logging.md", "docs/faq.md"),
     *("docs/howto/convert-and-merge.md", "docs/howto/evaluate.md", "docs/howto/finetune.md"),
-    *("docs/howto/hugging-face.md", "docs/howto/lora.md"),
+    *("docs/howto/hugging-face.md", "docs/howto/lora.md", "docs/howto/data.md"),
     *("docs/from/orbax.md", "docs/from/flax-training.md", "docs/from/pytorch.md"),
     "docs/from/equinox.md",
 ]
@@ -95,7 +95,8 @@ for metadata in sorted(Path(sys.argv[1]).rglob("_METADATA")):
     path = metadata.parent
     restored = ostraka.restore(path)
     count = jit_all(restored)
-    assert jit_all(ostraka.restore(path, like=restored)) == count
+    if b'"states"' not in metadata.read_bytes():  # They need an object to go into.
+        assert jit_all(ostraka.restore(path, like=restored)) == count
     print(path.relative_to(sys.argv[1]), count)
 """
 

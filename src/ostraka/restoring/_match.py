@@ -224,7 +224,10 @@ class Matcher:
         """The object of `like`, which receives its state at the very end, or the state alone."""
         if len({repr(encode_state("", state)) for state in states}) == 1:
             states = (states[0],) * jax.process_count()  # Any number of processes can restore it.
-        remedy = " and set its position yourself"
+        remedy = (
+            " and set its position yourself; for data that fits any number of processes, use "
+            "ostraka.data.ElasticIterator"
+        )
         _check_processes(leaf.path, len(states), "a state of its own", remedy)
         state = states[jax.process_index()]
         if isinstance(leaf.value, SavedStates):

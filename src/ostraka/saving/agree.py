@@ -24,7 +24,7 @@ from ostraka.processes.operation import Operation, ProcessFailed, refuse_differe
 from ostraka.saving.capture import Captured
 from ostraka.saving.place import Place
 from ostraka.storage import PathLike
-from ostraka.tree.json_tree import with_states
+from ostraka.tree.json_tree import decode_state, encode_state, with_states
 
 if TYPE_CHECKING:
     from ostraka.saving.save import SaveOptions
@@ -89,7 +89,11 @@ def agree(save: RunningSave, captured: Captured) -> Agreed:
     def decide(described: list[Any]) -> dict[str, Any]:
         joined = _compare(described, captured.leaves) if several else []
         for path in captured.states:
-            states[path] = [mine["states"][path] for mine in described]
+            found = [mine["states"][path] for mine in described]
+            join = captured.joins.get(path)
+            if join is not None:
+                found = [encode_state(path, join(list(map(decode_state, found))))]
+            states[path] = found
         host_names.extend(map(itemgetter("host"), described))
         if hooks.check_no_arrays is not None and not captured.leaves:
             hooks.check_no_arrays()

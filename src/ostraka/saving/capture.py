@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -20,6 +20,7 @@ from ostraka.live import values as _values
 from ostraka.live.parse import is_array, is_key, is_object, parse
 from ostraka.live.values import CapturedValue, HostValue, Placement, ShardedValue, shards_of
 from ostraka.tree.json_tree import encode_checked, encode_state
+from ostraka.tree.json_values import mro_lookup
 from ostraka.tree.nodes import Kept, Leaf, Stateful, check_unique, find_shared, leaves_of
 
 _COPIERS = max(2, min(os.cpu_count() or 1, 16))
@@ -40,6 +41,8 @@ class Captured:
     """By leaf, the only process that holds it. Leaves in host memory belong to this process."""
     states: Mapping[str, Any]
     """By path, the encoded states of this process's stateful objects."""
+    joins: Mapping[str, Callable[[Sequence[Any]], Any]] = field(default_factory=dict[str, Any])
+    """By path, what makes one state of those of all processes, for objects that can."""
 
 
 def hold(values: Sequence[CapturedValue]) -> None:
@@ -70,6 +73,7 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
     numbers: dict[str, int] = {}
     sole: dict[int, int] = {}
     states: dict[str, Any] = {}
+    joins: dict[str, Any] = {}
     several = jax.process_count() > 1
     has_functions = False
     for leaf in leaves:
@@ -77,7 +81,10 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
         if leaf.path in shared.arrays:
             continue
         if isinstance(leaf.value, Stateful):
-            states[leaf.path] = encode_state(leaf.path, leaf.value.owner.get_state())
+            owner = leaf.value.owner
+            states[leaf.path] = encode_state(leaf.path, owner.get_state())
+            if callable(mro_lookup(type(owner), "join_states")):
+                joins[leaf.path] = owner.join_states
         is_jax = isinstance(leaf.value, jax.Array)
         if not is_jax and not is_array(leaf.value):
             has_functions |= isinstance(leaf.value, Kept)
@@ -96,7 +103,7 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
     numbers |= {path: numbers[first] for path, first in shared.arrays.items() if first in numbers}
     encoded = encode_checked(parsed, leaves, numbers, shared.variables)
     meshes, process_of = list(described.meshes), described.devices.process_of
-    return Captured(encoded, specs, values, meshes, process_of, sole, states)
+    return Captured(encoded, specs, values, meshes, process_of, sole, states, joins)
 
 
 _Kind = tuple[str, int, Partition, bool, str | None, Placement]

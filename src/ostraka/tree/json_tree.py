@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields as fields_of
 from functools import lru_cache, partial
 from keyword import iskeyword
@@ -21,6 +22,7 @@ from ostraka.tree.json_values import (
     decode_plain,
     decode_scalar,
     encode_key,
+    encode_plain,
     encode_scalar,
     loaded_class,
     mro_lookup,
@@ -166,8 +168,7 @@ class _Decoder:
         if encoded is None or "items" not in encoded:
             return self._leaf(path, decode_scalar(encoded))
         if "states" in encoded:
-            states = [s["json"] if "json" in s else decode_plain(s) for s in encoded["states"]]
-            return self._leaf(path, SavedStates(tuple(states)))
+            return self._leaf(path, SavedStates(tuple(map(decode_state, encoded["states"]))))
         if "kept" in encoded:
             is_structure = encoded.get("structure") is True
             return self._leaf(path, Kept(None, str(encoded["kept"]), is_structure))
@@ -358,22 +359,25 @@ def _is_pytree_with_fields(kind: Any, names: set[str]) -> bool:
 
 
 def encode_state(path: str, state: Any) -> Any:
-    """A state as JSON: what `get_state` gives is plain JSON values, or bytes."""
+    """A state as JSON: what `get_state` gives is bytes, or plain values such as JSON has."""
     if isinstance(state, bytes):
         return encode_scalar(state)
-    try:
+    with suppress(TypeError, ValueError, RecursionError):
         written = json.loads(json.dumps(state, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
+        if written == state:
+            return {"json": written}
+    try:
+        return encode_plain(state)  # which keeps tuples, numpy scalars and keys of any type
+    except (Unwritable, RecursionError) as error:
         raise InvalidTree(
             f"leaf {path!r}: get_state() gives {type(state).__name__}, which is neither JSON nor "
             f"bytes ({error})"
         ) from error
-    if written != state:
-        raise InvalidTree(
-            f"leaf {path!r}: get_state() gives values that JSON would change, such as tuples or "
-            "keys that are not text"
-        )
-    return {"json": written}
+
+
+def decode_state(encoded: Any) -> Any:
+    """The state that `encode_state` was given."""
+    return encoded["json"] if "json" in encoded else decode_plain(encoded)
 
 
 def with_states(encoded: Any, states: Mapping[str, Sequence[Any]]) -> Any:

@@ -1,0 +1,464 @@
+"""Global batches from logical shards, on one process."""
+
+import gc
+import itertools
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, cast
+
+import grain
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from elastic_data import mixed, row_digests
+from ostraka.data import ElasticIterator
+from ostraka.errors import InvalidSharding, InvalidTree, Mismatch
+
+
+class Numbers:
+    """The least that an iterator over a shard has: every `step`-th number, up to an end."""
+
+    def __init__(self, first: int, step: int, end: int = 1000):
+        self.at, self.step, self.end = first, step, end
+        self.is_closed = False
+
+    def __iter__(self) -> "Numbers":
+        return self
+
+    def __next__(self) -> Any:
+        if self.at >= self.end:
+            raise StopIteration
+        self.at += self.step
+        return {"n": self.at - self.step, "row": np.full(4, self.at - self.step, np.float32)}
+
+    def get_state(self) -> Any:
+        return {"at": self.at}
+
+    def set_state(self, state: Any) -> None:
+        self.at = state["at"]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def make_numbers(shards: int, end: int = 1000) -> Any:
+    return lambda shard: Numbers(shard, shards, end)
+
+
+def elastic(**changes: Any) -> ElasticIterator:
+    given: dict[str, Any] = {"make_iterator": make_numbers(4), "shards": 4, "batch": 8} | changes
+    return ElasticIterator(given.pop("make_iterator"), **given)
+
+
+def numbers(data: Any, count: int | None = None) -> list[list[int]]:
+    return [np.asarray(batch["n"]).tolist() for batch in itertools.islice(data, count)]
+
+
+def sharding(spec: P, **axes: int) -> NamedSharding:
+    devices = np.array(jax.devices()[: int(np.prod([*axes.values()]))])
+    return NamedSharding(jax.sharding.Mesh(devices.reshape(*axes.values()), (*axes,)), spec)
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        None,
+        ({"data": 8}, P("data")),
+        ({"data": 2, "model": 4}, P("data")),
+        ({"data": 2, "model": 4}, P(("model", "data"))),
+        ({"data": 8}, P()),
+        ({"data": 8}, P(None)),
+    ],
+    ids=str,
+)
+def test_rows_are_those_of_the_shards_in_order(where: Any):
+    with elastic(sharding=where) as data:
+        batch = next(data)
+        assert np.asarray(batch["n"]).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+        assert batch["row"].shape == (8, 4)
+        assert (np.asarray(batch["row"])[:, 0] == np.asarray(batch["n"])).all()
+        assert numbers(data, 1) == [[8, 12, 9, 13, 10, 14, 11, 15]]
+    if where is None:
+        assert isinstance(batch["n"].sharding, SingleDeviceSharding)
+    else:
+        axes, spec = where
+        assert dict(batch["n"].sharding.mesh.shape) == axes
+        assert batch["n"].sharding.spec == spec
+
+
+def test_other_dimensions_may_be_split_too():
+    data = elastic(
+        make_iterator=lambda k: map_rows(Numbers(k, 4)), sharding=sharding(P("a", "b"), a=2, b=2)
+    )
+    batch = next(data)
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(4, 2)}
+    assert np.asarray(batch)[:, 3].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def map_rows(iterator: Numbers) -> Any:
+    class Rows(Numbers):
+        def __next__(self) -> Any:
+            return super().__next__()["row"]
+
+    return Rows(iterator.at, iterator.step)
+
+
+def test_it_ends_when_a_shard_ends_and_drops_the_rest():
+    ends = {0: 100, 1: 22, 2: 100, 3: 100}  # shard 1 has 1, 5, 9, 13, 17, 21
+    data = elastic(make_iterator=lambda k: Numbers(k, 4, ends[k]))
+    assert len(numbers(data)) == 3
+    assert list(data) == []
+    state = data.get_state()
+    assert state["position"] == 3
+    data.set_state(state)
+    assert list(data) == []
+
+
+def test_python_numbers_and_64_bits_become_what_device_put_makes_of_them():
+    with jax.enable_x64(True):
+        wide = elastic()
+    assert next(wide)["n"].dtype == np.int64
+    assert next(elastic())["n"].dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.float16, ml_dtypes.bfloat16])
+def test_dtypes_are_kept(dtype: Any):
+    class Typed(Numbers):
+        def __next__(self) -> Any:
+            return super().__next__()["row"].astype(dtype), None
+
+    array, nothing = next(elastic(make_iterator=lambda k: Typed(k, 4)))
+    assert array.dtype == dtype
+    assert nothing is None
+
+
+# States
+
+
+def test_the_state_is_that_of_the_batches_taken_not_of_those_prepared():
+    data = elastic(prefetch=5)
+    taken = numbers(data, 3)
+    wait_until(lambda: len(cast(Any, data)._preparation._prepared) == 5)
+    state = data.get_state()
+    assert state["position"] == 3
+    assert {key: value["json"]["at"] for key, value in state["states"].items()} == {
+        str(shard): shard + 4 * 6 for shard in range(4)
+    }
+    expected = numbers(data, 4)
+    other = elastic(sharding=({"data": 8}, P("data")))
+    numbers(other, 7)
+    other.set_state(state)
+    assert numbers(other, 4) == expected
+    assert taken == numbers(elastic(), 3)
+
+
+def test_a_state_that_the_iterator_goes_on_to_change_is_kept():
+    class Shared(Numbers):
+        def __init__(self, *given: int):
+            super().__init__(*given)
+            self.state = {"deep": [{"at": self.at}]}
+
+        def get_state(self) -> Any:
+            self.state["deep"][0]["at"] = self.at
+            return self.state
+
+        def set_state(self, state: Any) -> None:
+            self.at = state["deep"][0]["at"]
+
+    data = elastic(make_iterator=lambda k: Shared(k, 4))
+    numbers(data, 2)
+    state = data.get_state()
+    expected = numbers(data, 3)
+    data.set_state(state)
+    assert numbers(data, 3) == expected
+
+
+def wait_until(is_so: Any) -> None:
+    done = threading.Event()
+    for _ in range(6000):
+        if is_so():
+            return
+        done.wait(0.01)
+    raise AssertionError("it never came to that")
+
+
+def test_save_and_restore_while_it_goes_on(tmp_path: Path):
+    data = elastic()
+    numbers(data, 3)
+    with ostraka.Manager(tmp_path) as manager:
+        manager.save(3, {"data": data, "w": jax.numpy.ones(3)})
+        expected = numbers(data, 5)  # while the save is under way
+        manager.wait()
+        other = elastic(sharding=({"data": 2, "model": 4}, P("data")), prefetch=1)
+        found = manager.restore(like={"data": other, "w": jax.numpy.zeros(3)})
+    assert found["data"] is other
+    assert numbers(other, 5) == expected
+    whole = ostraka.restore(tmp_path)["data"]
+    assert (whole["shards"], whole["batch"], whole["position"]) == (4, 8, 3)
+    assert sorted(whole["states"]) == ["0", "1", "2", "3"]
+
+
+def make_mixed(shard: int) -> Any:
+    return mixed(shard, 4, 400)
+
+
+def make_loader(shard: int) -> Any:
+    source: Any = grain.sources.RangeDataSource(shard, 200, 4)
+    sampler = grain.samplers.IndexSampler(len(source), shuffle=True, num_epochs=2, seed=3)
+    return grain.DataLoader(data_source=source, sampler=sampler, worker_count=0)
+
+
+def make_prefetched(shard: int) -> Any:
+    return grain.MapDataset.range(200)[shard::4].shuffle(seed=1).repeat(2).batch(5)
+
+
+@pytest.mark.parametrize("make", [make_mixed, make_loader, make_prefetched])
+def test_grain_goes_on_at_any_batch_and_on_any_mesh(tmp_path: Path, make: Any):
+    """Filters, two ways of packing, a mix, loaders whose state is bytes."""
+    given: dict[str, Any] = {"shards": 4, "batch": 8}
+    with ElasticIterator(make, **given) as data:
+        expected = [row_digests(batch) for batch in data]
+    assert len(expected) > 8
+    for at in (0, 1, len(expected) // 2, len(expected)):
+        with ElasticIterator(make, **given) as data:
+            for _ in range(at):
+                next(data)
+            ostraka.save(tmp_path / "c", data)
+        with ElasticIterator(make, **given, sharding=({"x": 4, "y": 2}, P("x"))) as other:
+            ostraka.restore(tmp_path / "c", like=other)
+            assert [row_digests(batch) for batch in other] == expected[at:]
+
+
+def test_parts_of_several_processes_join_into_one_state():
+    whole = elastic().get_state()
+    parts = [{**whole, "states": {str(k): whole["states"][str(k)]}} for k in (2, 0, 3, 1)]
+    assert ElasticIterator.join_states(parts) == whole
+    with pytest.raises(InvalidTree, match="process 1 has position 9, that of process 0 has 0"):
+        ElasticIterator.join_states([whole, {**whole, "position": 9}])
+    with pytest.raises(
+        InvalidTree, match="the states of 1 of 4 shards .* on no process that saves"
+    ):
+        ElasticIterator.join_states(parts[:3])
+    odd = {**whole, "states": {"0": {"json": {"at": 8}}}}
+    with pytest.raises(InvalidTree, match="process 1, have another state for shard 0"):
+        ElasticIterator.join_states([whole, odd])
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "match"),
+    [
+        (
+            {"batch": 10},
+            ValueError,
+            "10 rows can't take as many from each of 4 shards: make batch a",
+        ),
+        ({"shards": 0}, ValueError, "shards must be a number of at least 1, not 0"),
+        ({"batch": 8.0}, ValueError, "batch must be a number of at least 1, not 8.0"),
+        ({"prefetch": 0}, ValueError, "prefetch must be a number of at least 1, not 0"),
+        (
+            {"batch": 4, "sharding": ({"data": 8}, P("data"))},
+            InvalidSharding,
+            r"4 rows can't be split evenly by .*'data'.* over the mesh .*: make batch a mul",
+        ),
+        ({"sharding": "data"}, InvalidSharding, "must be a NamedSharding, .mesh, spec., or None"),
+        (
+            {"make_iterator": lambda k: [k]},
+            InvalidTree,
+            "returned a builtins.list, whose iterator has",
+        ),
+        (
+            {"make_iterator": lambda k: k},
+            InvalidTree,
+            r"make_iterator\(0\) returned a builtins.int, ",
+        ),
+    ],
+    ids=range(8),
+)
+def test_arguments_that_do_not_fit(changes: Any, kind: Any, match: str):
+    with pytest.raises(kind, match=match):
+        elastic(**changes)
+
+
+class Loader:
+    """As a DataLoader of PyTorch: its iterator has no position to save."""
+
+    def __iter__(self) -> Any:
+        return iter([np.ones(2)] * 100)
+
+
+def test_a_loader_without_states_is_refused_when_it_is_made():
+    match = (
+        r"make_iterator\(0\) returned a .*Loader, whose iterator has no get_state, so its position"
+    )
+    with pytest.raises(InvalidTree, match=match):
+        elastic(make_iterator=lambda _: Loader())
+
+
+def test_one_iterator_for_two_shards_is_refused():
+    shared = Numbers(0, 1)
+    match = "the same iterator for the shards 0 and 1: each shard needs its own"
+    with pytest.raises(InvalidTree, match=match):
+        elastic(make_iterator=lambda _: shared)
+
+
+def test_a_state_that_can_not_be_kept_is_refused_when_it_is_made():
+    class Odd(Numbers):
+        def get_state(self) -> Any:
+            return object()
+
+    with pytest.raises(InvalidTree, match="'shard 0': get_state.. gives object, which is neither"):
+        elastic(make_iterator=lambda k: Odd(k, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda x: {**x, "more": 1}, "an example of shard 2 has PyTreeDef.*more"),
+        (
+            lambda x: {**x, "row": x["row"][:3]},
+            r"shard 2 has float32\[3\] at 'row', .* float32\[4\]",
+        ),
+        (lambda x: {**x, "n": 1.5}, r"shard 2 has float64\[\] at 'n', .* int64\[\]: all examples"),
+    ],
+    ids=["structure", "shape", "dtype"],
+)
+def test_examples_that_differ_are_found_at_their_batch(change: Any, match: str):
+    class Changing(Numbers):
+        def __next__(self) -> Any:
+            example = super().__next__()
+            return change(example) if example["n"] == 2 + 4 * 5 else example
+
+    data = elastic(make_iterator=lambda k: Changing(k, 4), prefetch=4)
+    assert len(numbers(data, 2)) == 2
+    for _ in range(2):
+        with pytest.raises(InvalidTree, match=match):
+            next(data)
+    assert data.get_state()["position"] == 2
+
+
+@pytest.mark.parametrize("value", ["text", b"bytes", np.array(["a"]), np.array([object()])])
+def test_what_is_no_number_is_refused(value: Any):
+    class Texts(Numbers):
+        def __next__(self) -> Any:
+            return {"deep": [super().__next__()["n"], value]}
+
+    with pytest.raises(InvalidTree, match="leaf 'deep/1' .* which JAX has no arrays for: turn it"):
+        next(elastic(make_iterator=lambda k: Texts(k, 4)))
+
+
+def test_a_sharding_that_only_some_leaves_fit():
+    data = elastic(sharding=sharding(P("a", "b"), a=2, b=2))
+    with pytest.raises(InvalidSharding, match=r"leaf 'n' of the batch has the shape \(8,\), which"):
+        next(data)
+
+
+def test_an_error_of_an_iterator_comes_at_its_batch():
+    class Failing(Numbers):
+        def __next__(self) -> Any:
+            if self.at == 1 + 4 * 4:
+                raise OSError("the disk is gone")
+            return super().__next__()
+
+    data = elastic(make_iterator=lambda k: Failing(k, 4), prefetch=4)
+    assert len(numbers(data, 2)) == 2
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        next(data)
+    assert caught.value.__notes__ == ["It was raised by the iterator of shard 1."]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"shards": 2}, "has shards=4, this iterator has shards=2: make it with as many shards"),
+        ({"batch": 4}, "has batch=8, this iterator has batch=4: make it with the saved batch size"),
+    ],
+)
+def test_a_state_of_another_size_is_refused(tmp_path: Path, changes: Any, match: str):
+    data = elastic()
+    numbers(data, 1)
+    ostraka.save(tmp_path / "c", {"data": data})
+    other = elastic(**changes)
+    with pytest.raises(Mismatch, match=match):
+        ostraka.restore(tmp_path / "c", like={"data": other})
+    assert other.get_state()["position"] == 0
+
+
+def test_another_batch_size_on_request():
+    data = elastic()
+    numbers(data, 1)
+    other = elastic(batch=4)
+    other.set_state({**data.get_state(), "batch": 4})
+    assert numbers(other, 1) == [[8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("state", [{"next_index": 3}, b"bytes", None])
+def test_a_state_of_something_else_is_refused(state: Any):
+    with pytest.raises(Mismatch, match="it is the state of something else: was another iterator"):
+        elastic().set_state(state)
+
+
+def test_a_part_of_a_state_is_refused():
+    state = elastic().get_state()
+    del state["states"]["2"]
+    with pytest.raises(Mismatch, match="it lacks shard 2, which this process runs: join the parts"):
+        elastic().set_state(state)
+
+
+# Threads
+
+
+def threads_of_data() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("ostraka-data")]
+
+
+def test_no_more_than_prefetch_batches_are_prepared():
+    made = {shard: Numbers(shard, 4) for shard in range(4)}
+    before = set(threads_of_data())
+    data = elastic(make_iterator=made.__getitem__, prefetch=3)
+    assert before.issuperset(threads_of_data())
+    numbers(data, 1)
+    wait_until(lambda: made[3].at == 3 + 4 * 2 * 4)
+    threading.Event().wait(0.1)
+    assert made[3].at == 3 + 4 * 2 * 4
+    data.close()
+
+
+def test_close_ends_the_thread_and_closes_the_iterators():
+    made = {shard: Numbers(shard, 4) for shard in range(4)}
+    before = set(threads_of_data())  # Those of other tests may take a moment to end.
+    with elastic(make_iterator=made.__getitem__) as data:
+        numbers(data, 2)
+        assert len(set(threads_of_data()) - before) == 1
+    assert before.issuperset(threads_of_data())
+    assert all(iterator.is_closed for iterator in made.values())
+    assert data.get_state()["position"] == 2
+    data.close()
+    with pytest.raises(ValueError, match="is closed: make a new one"):
+        next(data)
+    with pytest.raises(ValueError, match="is closed: make a new one"):
+        data.set_state(data.get_state())
+
+
+def test_the_thread_ends_when_nobody_has_the_iterator():
+    before = set(threads_of_data())
+    data = elastic()
+    numbers(data, 2)
+    (thread,) = set(threads_of_data()) - before
+    reference = weakref.ref(data)
+    del data
+    gc.collect()
+    assert reference() is None
+    thread.join(60)
+    assert not thread.is_alive()
