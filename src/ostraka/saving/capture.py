@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -21,6 +21,9 @@ from ostraka.live.parse import is_array, is_key, is_object, parse
 from ostraka.live.values import CapturedValue, HostValue, Placement, ShardedValue, shards_of
 from ostraka.tree.json_tree import encode_checked, encode_state
 from ostraka.tree.nodes import Kept, Leaf, Stateful, check_unique, find_shared, leaves_of
+
+if TYPE_CHECKING:
+    from ostraka.saving.replicas import ReplicaCheck
 
 _COPIERS = max(2, min(os.cpu_count() or 1, 16))
 
@@ -40,6 +43,8 @@ class Captured:
     """By leaf, the only process that holds it. Leaves in host memory belong to this process."""
     states: Mapping[str, Any]
     """By path, the encoded states of this process's stateful objects."""
+    replicas: ReplicaCheck | None = None
+    """Compares the replicas before the commit, if the save is to."""
 
 
 def hold(values: Sequence[CapturedValue]) -> None:
