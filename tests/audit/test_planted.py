@@ -1,6 +1,6 @@
 """Faults planted in training loops: each is reported at the first audited step, by its cause."""
 
-import warnings
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from audit_loops import LOOPS, REACHED, SAVED, State, loop_of, run
 from ostraka.errors import ResumeDiverged
 
-FAST = ("adam", "diffusion")
+FAST = ("adam",)
 
 
 def marked(name: str, *values: str) -> Any:
@@ -42,9 +42,10 @@ def place_on_mesh(state: State) -> State:
 @pytest.mark.parametrize("name", [marked(name) for name in LOOPS])
 def test_each_fault_is_named(name: str, tmp_path: Path):
     loop = find_loop(name)
+    run(loop, tmp_path / "first", REACHED)
     for number, (fault, expected) in enumerate(loop.faults.values()):
         directory = tmp_path / str(number)
-        run(loop, directory, REACHED)
+        shutil.copytree(tmp_path / "first", directory)
         with pytest.raises(ResumeDiverged, match=expected) as caught:
             run(loop, directory, REACHED, fault)
         assert caught.value.step == SAVED + 1
@@ -61,8 +62,7 @@ def test_a_right_resume_is_the_same_run(name: str, tmp_path: Path):
 def test_another_mesh_needs_a_tolerance(name: str, tmp_path: Path):
     loop = find_loop(name)
     run(loop, tmp_path, REACHED)
-    with warnings.catch_warnings():
-        assert run(loop, tmp_path, REACHED, place=place_on_mesh, audit_rtol=1e-3) == SAVED
+    assert run(loop, tmp_path, REACHED, place=place_on_mesh, audit_rtol=1e-3) == SAVED
     with pytest.raises(ResumeDiverged, match="weights were not restored"):
         run(
             loop,

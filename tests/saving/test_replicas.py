@@ -67,6 +67,10 @@ def check_named(error: ostraka.errors.ReplicasDiffer, device: Any, replicas: int
         assert [one.process for one in difference.groups[-1]] == [device.process_index]
 
 
+def save_and_wait(path: Path, tree: Any, **options: Any) -> None:
+    ostraka.save_async(path, tree, **options).wait()
+
+
 def flip_and_save(root: Path, seed: int, rounds: int) -> int:
     """Plant flips, and save each in turn. Returns how many were found."""
     rng, found = random.Random(seed), 0
@@ -74,11 +78,9 @@ def flip_and_save(root: Path, seed: int, rounds: int) -> int:
     for number in range(rounds):
         tree, device, replicas = plant(rng, devices, jax.local_devices())
         path = root / f"{seed}-{number}"
+        save = ostraka.save if rng.random() < 0.5 else save_and_wait
         with pytest.raises(ostraka.errors.ReplicasDiffer, match="'params/w'.* differ") as caught:
-            if rng.random() < 0.5:
-                ostraka.save(path, tree, check_replicas=True)
-            else:
-                ostraka.save_async(path, tree, check_replicas=True).wait()
+            save(path, tree, check_replicas=True)
         check_named(caught.value, device, replicas)
         assert not (path / "_METADATA").exists()
         found += 1
@@ -110,7 +112,7 @@ def test_a_background_save_compares_the_captured_values(tmp_path: Path):
     """A step that donates the array runs before the background save compares it."""
     rng = random.Random(5)
     tree, device, replicas = plant(rng, list(jax.devices()), jax.devices())
-    donate = jax.jit(lambda x: jnp.zeros_like(x), donate_argnums=0)
+    donate = jax.jit(jnp.zeros_like, donate_argnums=0)
     handle = ostraka.save_async(tmp_path / "a", dict(tree), check_replicas=True)
     donate(tree["params"]["w"])
     with pytest.raises(ostraka.errors.ReplicasDiffer, match="nothing was saved") as caught:

@@ -175,8 +175,8 @@ def diffusion() -> Loop:
     def make() -> State:
         params = mlp_params(1)
         ema = jax.tree.map(jnp.copy, params)
-        opt_state, key = tx.init(params), jax.random.key(5)
-        return dict(params=params, ema=ema, opt_state=opt_state, key=key, data=Numbers())
+        state = {"params": params, "ema": ema, "opt_state": tx.init(params)}
+        return {**state, "key": jax.random.key(5), "data": Numbers()}
 
     def advance(state: State) -> dict[str, Any]:
         batch = next(state["data"])
@@ -307,7 +307,8 @@ def agent() -> Loop:
         updates, opt_state = tx.update(grads, state["opt_state"])
         params = optax.apply_updates(state["params"], updates)
         target = jax.tree.map(lambda a, b: 0.95 * a + 0.05 * b, state["target"], params)
-        return dict(params=params, target=target, opt_state=opt_state, env=env, explore_key=key)
+        changed = {"params": params, "target": target, "opt_state": opt_state}
+        return {**changed, "env": env, "explore_key": key}
 
     def make() -> State:
         params = mlp_params(2)
@@ -415,7 +416,7 @@ def equinox_loop() -> Loop:
 def haiku_loop() -> Loop:
     import haiku as hk
 
-    net = hk.transform(lambda inputs: hk.nets.MLP([16, 1])(inputs))
+    net = hk.transform(lambda inputs: hk.nets.MLP([16, 1])(inputs))  # noqa: PLW0108
     tx = optax.adam(0.01)
 
     @jax.jit

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ostraka.audit.journal import History, Line
-from ostraka.audit.marks import Mark, are_same, distance
+from ostraka.audit.marks import Mark, are_same, distance, squared_distance
 from ostraka.errors import count_of, name_few
 from ostraka.tree.blocks import Block, fold_blocks
 
@@ -19,6 +19,8 @@ _RNG = re.compile(r"(^|[/_])(rngs?|key|keys|prng\w*|seed|dropout)(/|_|$)", re.IG
 _AVERAGE = re.compile(r"(^|[/_])(ema|polyak|swa|averaged?|target|shadow)(/|_|$)", re.IGNORECASE)
 _STATS = re.compile(r"(^|/)(batch_stats|running_\w+|moving_\w+|bn\w*|batchnorm\w*)(/|$)", re.I)
 _DATA = re.compile(r"(^|[/_])(batch|batches|data|tokens|inputs?|examples?|x|y)(/|_|$)", re.I)
+_NEAR = 0.5
+"""The ratio of squared distances, below which weights look like those of the first step."""
 _SLIGHT = 0.02
 """A smaller distance looks like other arithmetic, not like other values."""
 
@@ -93,9 +95,6 @@ class _Found:
     def of(self, *roles: str) -> list[str]:
         return [path for path in self.leaves if self.role(path) in roles]
 
-    def all_of(self, role: str) -> list[str]:
-        return [path for path in self.now.leaves or {} if self.role(path) == role]
-
     def role(self, path: str) -> str:
         mark = (self.now.leaves or {}).get(path) or (self.then.leaves or {}).get(path)
         if mark is not None and mark.dtype == "state":
@@ -149,13 +148,13 @@ def _weights(found: _Found) -> str | None:
     paths = found.of("weights")
     if first is None or first.leaves is None or first.step >= found.now.step or not paths:
         return None
-    near = 0
+    to_first = to_then = 0.0
     for path in paths:
         pair, begun = found.pair(path), first.leaves.get(path)
         if pair is not None and begun is not None:
-            to_first, to_then = distance(begun, pair[1]), distance(pair[0], pair[1])
-            near += to_first < 0.5 * to_then
-    if 2 * near <= len(found.all_of("weights")):
+            to_first += squared_distance(begun, pair[1])
+            to_then += squared_distance(pair[0], pair[1])
+    if not to_first < _NEAR * to_then:
         return None
     return f"the weights were not restored: they are near those of step {first.step}"
 

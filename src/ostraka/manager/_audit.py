@@ -15,9 +15,9 @@ import xxhash
 from jax.sharding import NamedSharding
 
 from ostraka._version import __version__
-from ostraka.audit.explain import Divergence, find_divergence
+from ostraka.audit.explain import find_divergence
 from ostraka.audit.journal import History, JournalWriter, Line, make_line, read_journal
-from ostraka.audit.marks import Mark
+from ostraka.audit.marks import Mark, mark_from_json
 from ostraka.common.dtypes import dtype_name, to_bytes
 from ostraka.common.record import logger as log
 from ostraka.errors import ResumeDiverged, warn_caller
@@ -189,13 +189,12 @@ class Audit:
         step, cause, leaves, message = found
         where = f"{self._store.location}: {message}"
         error = ResumeDiverged(where, step=step, cause=cause, leaves=leaves)
-        if self._on_divergence == "raise":
-            raise error
-        if self._on_divergence == "warn":
-            if jax.process_index() == 0:
-                warn_caller(UserWarning(str(error)))
-        else:
+        if callable(self._on_divergence):
             self._on_divergence(error)
+        elif self._on_divergence == "raise":
+            raise error
+        elif jax.process_index() == 0:
+            warn_caller(UserWarning(str(error)))
 
 
 def _take(step: int, tree: Any, user: Mapping[str, Any]) -> _Taken:
@@ -253,8 +252,6 @@ def _collect(taken: _Taken) -> list[Any]:
 
 def _line(taken: _Taken, run: str, all_mine: list[Any]) -> Line:
     """On process 0: the fingerprints of all processes together."""
-    from ostraka.audit.marks import mark_from_json
-
     tables: dict[str, dict[str, Mark]] = {"leaves": {}, "user": {}}
     arrays = iter(taken.arrays)
     columns = zip(*all_mine, strict=True)
@@ -284,6 +281,3 @@ def _value(dtype: str, shape: tuple[int, ...], sums: Sums) -> float | int | str 
     if not np.isfinite(number):
         return repr(number)
     return int(number) if "int" in dtype else number
-
-
-__all__ = ["Audit", "Divergence", "OnDivergence", "check_audit"]
