@@ -36,7 +36,7 @@ PAGES = [
 ]
 GUIDES = [
     *("docs/start/shard.md", "docs/howto/another-mesh.md", "docs/howto/training-loop.md"),
-    *("docs/howto/preemption.md", "docs/howto/logging.md", "docs/faq.md"),
+    *("docs/howto/preemption.md", "docs/howto/audit.md", "docs/howto/logging.md", "docs/faq.md"),
     *("docs/howto/convert-and-merge.md", "docs/howto/evaluate.md", "docs/howto/finetune.md"),
     *("docs/howto/hugging-face.md", "docs/howto/lora.md"),
     *("docs/from/orbax.md", "docs/from/flax-training.md", "docs/from/pytorch.md"),
