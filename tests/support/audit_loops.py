@@ -312,11 +312,8 @@ def agent() -> Loop:
 
     def make() -> State:
         params = mlp_params(2)
-        target, opt_state = mlp_params(2), tx.init(params)
-        key = jax.random.key(9)
-        return dict(
-            params=params, target=target, opt_state=opt_state, env=jnp.ones(8), explore_key=key
-        )
+        state = {"params": params, "target": mlp_params(2), "opt_state": tx.init(params)}
+        return {**state, "env": jnp.ones(8), "explore_key": jax.random.key(9)}
 
     def advance(state: State) -> dict[str, Any]:
         state |= step(state)

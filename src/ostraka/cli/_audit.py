@@ -110,15 +110,13 @@ def _show(document: dict[str, Any]) -> list[str]:
     begun = "began" if resumed is None else f"resumed from step {resumed}"
     steps = document["steps"]
     span = f"steps {steps[0]} to {steps[-1]}" if steps else "no audited step"
-    head = f"{document['run'][:8]}  {begun}, {span}, {human_age(document['time'])} ago"
+    head = f"{document['run'][:8]}  {begun}, {span}, {human_age(document['time'])}"
     if document["same"] is None:
         return [head if resumed is None else f"{head}: no step to compare"]
     if document["same"]:
         return [f"{head}: the same run ({count_of(document['compared'], 'step')} compared)"]
-    return [
-        click.style(f"{head}: DIVERGED", fg="red"),
-        f"          {printable(document['message'])}",
-    ]
+    message = printable(document["message"])
+    return [click.style(f"{head}: it differs", fg="red"), f"          {message}"]
 
 
 def _compare(
@@ -146,9 +144,8 @@ def _compare(
             }
         )
     elif found is None:
-        echo_lines(
-            [f"{count_of(len(common), 'step')} compared: " + ("the same" if common else "–")]
-        )
+        said = "the same run" if common else "nothing can be said"
+        echo_lines([f"{count_of(len(common), 'step')} compared: {said}"])
     else:
         agreed = [step for step in common if step < found.step]
         until = f"the same up to step {agreed[-1]}; " if agreed else ""
