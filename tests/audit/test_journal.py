@@ -75,9 +75,8 @@ def test_a_tolerance_compares_numbers():
     found = find_divergence(then, far, history=None, rtol=1e-3)
     assert found is not None
     assert found.leaves == ("params/w",)
-    only_key = find_divergence(
-        then, make_line(7, "b", table(1.0, "z"), {}), history=None, rtol=1e-3
-    )
+    other = make_line(7, "b", table(1.0, "z"), {})
+    only_key = find_divergence(then, other, history=None, rtol=1e-3)
     assert only_key is not None
     assert only_key.cause == "only 'rng' differs: the RNG was not restored"
 
