@@ -10,6 +10,8 @@ OstrakaError
 ├── UnsupportedFormat      needs a newer version, or a missing store           (ValueError)
 ├── StoreError             the operating system or the store refused           (OSError)
 ├── Busy                   another save is under way, or files were replaced   (OSError)
+├── ReplicasDiffer         replicas of a shard have different values           (ValueError)
+├── ResumeDiverged         a resumed run differs from the run it resumes       (ValueError)
 ├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
 ├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
 ├── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
@@ -52,7 +54,11 @@ __all__ = [
     "Preempted",
     "Problem",
     "RepairFailed",
+    "Replica",
+    "ReplicaDifference",
+    "ReplicasDiffer",
     "RestoreFailed",
+    "ResumeDiverged",
     "SaveFailed",
     "StoreError",
     "UnsupportedFormat",
@@ -306,6 +312,76 @@ class Damaged(OstrakaError, ValueError):
         super().__init__(
             headed_list(f"checkpoint {path} is damaged", [str(p) for p in self.problems])
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A device that holds a shard: JAX's id of it, and its process."""
+
+    device: int
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDifference:
+    """A shard whose replicas differ."""
+
+    box: LostBox
+    """The leaf and the slice of it."""
+    groups: tuple[tuple[Replica, ...], ...]
+    """Replicas with equal values, the largest group first."""
+
+    @property
+    def has_majority(self) -> bool:
+        """True if more replicas agree than differ, so that the first group is probably right."""
+        return len(self.groups[0]) > sum(map(len, self.groups[1:]))
+
+    def __str__(self) -> str:
+        def name(group: Sequence[Replica]) -> str:
+            ids, processes = ({r.device for r in group}, {r.process for r in group})
+            devices = name_few([str(one) for one in sorted(ids)], 8, str)
+            return (
+                f"device{'s' * (len(ids) > 1)} {devices} "
+                f"(process{'es' * (len(processes) > 1)} {', '.join(map(str, sorted(processes)))})"
+            )
+
+        most, *others = self.groups
+        if self.has_majority:
+            odd = " and ".join(map(name, others))
+            verb = "differs" if sum(map(len, others)) == 1 else "differ"
+            return f"{self.box}: {odd} {verb} from {name(most)}"
+        return f"{self.box}: {' and '.join(map(name, self.groups))} differ, without a majority"
+
+
+class ReplicasDiffer(OstrakaError, ValueError):
+    """Raised by a save with `check_replicas` if replicas of a shard differ: see `differences`.
+
+    Nothing is committed. Suspect the device that differs from the majority: its memory, or a
+    computation that was not the same on all devices.
+    """
+
+    def __init__(self, path: str, differences: Sequence[ReplicaDifference]):
+        self.path = path
+        self.differences = tuple(differences)
+        lines = [str(one) for one in self.differences]
+        head = f"nothing was saved to {path}, since replicas of a shard differ"
+        super().__init__(
+            f"{headed_list(head, lines)}; restore the last checkpoint, and check these devices"
+        )
+
+
+class ResumeDiverged(OstrakaError, ValueError):
+    """Raised by `Manager.save` if a resumed run differs from the run that it resumes.
+
+    `step` is the first audited step that differs, `leaves` are the paths that differ, and `cause`
+    is the likely cause.
+    """
+
+    def __init__(self, message: str, *, step: int, cause: str, leaves: Sequence[str]):
+        super().__init__(message)
+        self.step = step
+        self.cause = cause
+        self.leaves = tuple(leaves)
 
 
 class _ProcessFailure(OstrakaError, RuntimeError):

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[2] / "src" / "ostraka"
 # From the bottom to the top. Those between two bars know nothing of each other.
 LAYERS = (
     "errors _version | common | tree | layout | storage | families processes | formats | live",
-    "sharding | data reading | saving | restoring | integrity | transfer | planner exercises",
+    "sharding | data reading | saving | restoring | integrity | audit | transfer",
+    "planner exercises",
     "manager | report",
     "compat | cli testing | __init__",
 )

@@ -49,7 +49,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 ERRORS = (ROOT / "docs/reference/errors.md").read_text("utf-8")
 GUIDES = [
     *("docs/start/shard.md", "docs/howto/another-mesh.md", "docs/howto/training-loop.md"),
-    *("docs/howto/preemption.md", "docs/howto/logging.md", "docs/faq.md"),
+    *("docs/howto/preemption.md", "docs/howto/audit.md", "docs/howto/logging.md", "docs/faq.md"),
     *("docs/howto/convert-and-merge.md", "docs/howto/evaluate.md", "docs/howto/finetune.md"),
     *("docs/howto/hugging-face.md", "docs/howto/lora.md", "docs/howto/data.md"),
     *("docs/from/orbax.md", "docs/from/flax-training.md", "docs/from/pytorch.md"),

@@ -191,6 +191,22 @@ class ShardedValue:
             whole[_box.slices(box, _box.full(self._at.shape))] = shard
         return whole
 
+    @property
+    def boxes(self) -> Mapping[int, Box]:
+        """By the number of a device of any process, the box that it holds."""
+        return self._at.boxes
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if several devices, of any process, hold the same box."""
+        return len(set(self._at.boxes.values())) < len(self._at.boxes)
+
+    def replicas(self) -> Iterator[tuple[int, Any, bool]]:
+        """The number of each local device, its shard, and True if numpy can view the shard."""
+        shards = self._shards or self._list_shards()
+        for device, index in self._at.index_of.items():
+            yield device, shards[index], self._at.gives_views
+
     def held_boxes(self) -> dict[Box, int]:
         """Each box on this process's devices, and the number of one device that has it."""
         return {self._at.boxes[device]: device for device in self._at.index_of}

@@ -34,6 +34,7 @@ from ostraka.manager._arguments import (
     check_share,
     check_step,
 )
+from ostraka.manager._audit import Audit, OnDivergence, check_audit
 from ostraka.manager._keep import Best, check_best, check_keep
 from ostraka.manager._mirror import Mirror, open_mirror
 from ostraka.manager._pending import PendingSave
@@ -108,6 +109,14 @@ class Manager:
             that, `"skip"` this step, or `"cancel"` the earlier save. A save that took the place of
             a cancelled one is not cancelled itself, so that some step is always committed. A forced
             step, and the last one on preemption, always wait.
+        check_replicas: Compare all replicas before each commit, as in `ostraka.save`.
+        audit_every: At multiples of this number of steps, `save` notes a fingerprint of every leaf
+            in a journal in the directory, whether or not the step is saved. After a resume it
+            compares the steps that the journal knows.
+        on_divergence: If such a step differs, `"raise"` raises ResumeDiverged, `"warn"` warns, and
+            a function is called with that error, on all processes.
+        audit_rtol: Compare norms and random projections of floats with this relative tolerance,
+            and not bits. Another mesh or platform changes the arithmetic.
         read_only: Never write, except for the lease of `watch`.
         if_busy: While another manager writes to the directory, `"wait"` waits for it and says so in
             the log, and `"raise"` raises Busy.
@@ -149,6 +158,10 @@ class Manager:
         compress: CompressRule = None,
         parity: int = 0,
         if_running: Literal["wait", "skip", "cancel"] = "wait",
+        check_replicas: bool = False,
+        audit_every: int | None = None,
+        on_divergence: OnDivergence = "raise",
+        audit_rtol: float | None = None,
         read_only: bool = False,
         if_busy: Literal["wait", "raise"] = "wait",
         mtbf_s: float | None = None,
@@ -176,6 +189,12 @@ class Manager:
         self._compress = compress
         check_parity(parity)
         self._parity = parity
+        self._check_replicas = check_replicas
+        self._audit_every = check_count("audit_every", audit_every)
+        self._audit: Audit | None = None
+        check_audit(on_divergence, audit_rtol)
+        if self._audit_every is not None and not read_only:
+            self._audit = Audit(self._root.store, self._audit_every, on_divergence, audit_rtol)
         self._read_only = read_only
         self._on_record = check_function("on_record", on_record)
         self._mirror: Mirror | None = None
@@ -267,6 +286,7 @@ class Manager:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         force: bool = False,
+        audit: Mapping[str, Any] | None = None,
         asynchronous: bool | None = None,
         dtype: DtypeRule = None,
         compress: CompressRule = _NOT_GIVEN,
@@ -289,6 +309,8 @@ class Manager:
             metadata: JSON values to store in the checkpoint.
             force: Save in any case: also a step that is not due, is lower than the latest, or has
                 no arrays.
+            audit: Values to audit beside the state, such as `{"batch": batch, "loss": loss}`: any
+                pytrees. They are not saved.
             asynchronous: Save in the background. Default: as the manager. With False the step is on
                 disk when this returns.
             dtype: Cast leaves, as in `ostraka.save`.
@@ -301,6 +323,9 @@ class Manager:
 
         Raises:
             Preempted: The run is being preempted, and the step is saved.
+            ResumeDiverged: With `audit_every`, this step or the audited step before it differs from
+                that of the run that was resumed. This step is not saved.
+            ReplicasDiffer: With `check_replicas`, replicas differ.
             InvalidTree: The step has no arrays while the step before it has some. Retention would
                 delete that one in its favour.
             PathInTheWay: The step is a link, or the directory is no longer the one it was.
@@ -310,6 +335,10 @@ class Manager:
         number = check_step(step, "; the step comes first, as in save(100, tree)")
         self._meter.enter(number)
         is_last_call = self._is_last_call(number)
+        if self._audit is not None:
+            self._audit.note(number, tree, audit)
+            if is_last_call:
+                self._audit.finish()
         due = self._schedule.is_due(number) or is_last_call or force
         if due and self._if_running != "wait" and not (is_last_call or force):
             due = self._make_way(number)
@@ -320,6 +349,7 @@ class Manager:
                 compress=self._compress if compress is _NOT_GIVEN else compress,
                 parity=self._parity if parity is None else parity,
                 max_file_bytes=max_file_bytes,
+                check_replicas=self._check_replicas,
             )
             background = self._asynchronous if asynchronous is None else asynchronous
             self._begin(number, tree, options, force, background and not is_last_call)
@@ -342,6 +372,8 @@ class Manager:
             StoreError: A copy to the mirror failed.
         """
         self._pending.wait()
+        if self._audit is not None and not self._closed:
+            self._audit.finish()
         self._retention.wait()
         try:
             self._wait_for_mirror()
@@ -749,6 +781,8 @@ class Manager:
             "asynchronous": self._asynchronous,
             "compress": repr(self._compress),
             "parity": self._parity,
+            "check_replicas": self._check_replicas,
+            "audit_every": self._audit_every,
             "mirror": None if copies is None else copies.location,
             "mirror_every": self._mirror_every,
             "on_preemption": repr(self._on_preemption),
@@ -801,6 +835,8 @@ class Manager:
     def _leave(self, *, alone: bool) -> None:
         # Ctrl-C may interrupt this at any line; a second `close` then does the rest.
         try:
+            if self._audit is not None:
+                self._audit.stop(alone=alone)
             self._retention.stop()
             if self._interrupt is not None:
                 self._interrupt.stop()
@@ -975,6 +1011,8 @@ class Manager:
         finally:
             self._retention.damaged |= recovery.damaged
         self._schedule.note_restore(self.restored)
+        if self._audit is not None:
+            self._audit.note_restore(self.restored)
         return self.restored, value
 
     def _wait_for_mirror(self) -> None:

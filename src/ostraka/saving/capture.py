@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -22,6 +22,9 @@ from ostraka.live.values import CapturedValue, HostValue, Placement, ShardedValu
 from ostraka.tree.json_tree import encode_checked, encode_state
 from ostraka.tree.json_values import mro_lookup
 from ostraka.tree.nodes import Kept, Leaf, Stateful, check_unique, find_shared, leaves_of
+
+if TYPE_CHECKING:
+    from ostraka.saving.replicas import ReplicaCheck
 
 _COPIERS = max(2, min(os.cpu_count() or 1, 16))
 
@@ -43,6 +46,8 @@ class Captured:
     """By path, the encoded states of this process's stateful objects."""
     joins: Mapping[str, Callable[[Sequence[Any]], Any]] = field(default_factory=dict[str, Any])
     """By path, what makes one state of those of all processes, for objects that can."""
+    replicas: ReplicaCheck | None = None
+    """Compares the replicas before the commit, if the save is to."""
 
 
 def hold(values: Sequence[CapturedValue]) -> None:

@@ -25,7 +25,15 @@ from ostraka.common.progress import Count, shown
 from ostraka.common.record import OnRecord, Record, Stopwatch, call_safely, report
 from ostraka.common.threads import paused_gc
 from ostraka.common.units import size_bytes
-from ostraka.errors import Damaged, InvalidTree, SaveCancelled, SaveFailed, SourceChanged, describe
+from ostraka.errors import (
+    Damaged,
+    InvalidTree,
+    ReplicasDiffer,
+    SaveCancelled,
+    SaveFailed,
+    SourceChanged,
+    describe,
+)
 from ostraka.layout.casts import DtypeRule, check_dtype_rule
 from ostraka.layout.codec import CompressRule, check_compress
 from ostraka.layout.plan_parity import check_parity
@@ -65,6 +73,7 @@ class SaveOptions:
     """The id, if this process saves alone, or None for a random id of all processes."""
     grids: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """By number, the grid of a leaf on no mesh."""
+    check_replicas: bool = False
 
 
 @answering(keywords.SAVE)
@@ -77,6 +86,7 @@ def save(
     parity: int = 0,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
+    check_replicas: bool = False,
     progress: bool = False,
     on_record: OnRecord | None = None,
 ) -> None:
@@ -107,6 +117,7 @@ def save(
         metadata: A JSON object to keep in the checkpoint.
         max_file_bytes: The largest size of a file, a number or a string such as `"1GB"`. A file is
             larger only if a single element or its name needs more.
+        check_replicas: Compare all replicas of all shards before the commit, on all processes.
         progress: Show how far this process has come: a bar on a terminal or in a notebook, else a
             line in the log every 30 s. With several processes, process 0 shows it.
         on_record: Called with a `Record` of what was done and how long it took, which is also
@@ -114,6 +125,7 @@ def save(
 
     Raises:
         SaveFailed: On every process, if any of them failed.
+        ReplicasDiffer: On every process, with `check_replicas`, if replicas of a shard differ.
         InvalidTree: If the tree has no value, or one that can't be saved, such as a function
             outside of a module.
         Exception: The error of an earlier `save_async`, if nobody has seen it yet.
@@ -122,7 +134,9 @@ def save(
         >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
     refuse_swapped("save(path, tree)", path, tree)
-    options = SaveOptions(dtype, compress, parity, metadata, max_file_bytes)
+    options = SaveOptions(
+        dtype, compress, parity, metadata, max_file_bytes, check_replicas=check_replicas
+    )
     if not progress:
         run_save(path, partial(capture, tree), options, SaveHooks(on_record=on_record))
         return
@@ -141,6 +155,7 @@ def save_async(
     parity: int = 0,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
+    check_replicas: bool = False,
     if_busy: Literal["wait", "raise"] = "wait",
     on_commit: Callable[[], None] | None = None,
     on_record: OnRecord | None = None,
@@ -163,6 +178,7 @@ def save_async(
         parity: As for `save`.
         metadata: As for `save`.
         max_file_bytes: As for `save`.
+        check_replicas: As for `save`. The captured values are compared, in the background.
         if_busy: What to do while an earlier save is under way: `"wait"` for it, or `"raise"`,
             which raises Busy.
         on_commit: Called in the background, on process 0, once the checkpoint is committed. If it
@@ -183,7 +199,9 @@ def save_async(
         >>> handle.wait()
     """
     refuse_swapped("save_async(path, tree)", path, tree)
-    options = SaveOptions(dtype, compress, parity, metadata, max_file_bytes)
+    options = SaveOptions(
+        dtype, compress, parity, metadata, max_file_bytes, check_replicas=check_replicas
+    )
     hooks = SaveHooks(on_record=on_record, on_commit=on_commit)
     return begin_save(path, partial(capture, tree), options, hooks, if_busy=if_busy)
 
@@ -274,6 +292,8 @@ def _entered(
             operation.wait_until_left()
             place.discard()
         if isinstance(error, ProcessFailed):
+            if isinstance(error.__cause__, ReplicasDiffer):  # Every process has raised it.
+                raise error.__cause__ from None
             kind = SaveCancelled if error.reason == CANCELLED else SaveFailed
             raise kind(str(path), error.process, error.reason) from error.__cause__
         if isinstance(error, OSError) and is_begun and not isinstance(error, _SOURCE_ERRORS):
@@ -315,6 +335,10 @@ def _capture(running: RunningSave, take_apart: Callable[[], Captured]) -> Captur
         check_dtype_rule(running.options.dtype, captured.leaves)
     if running.options.compress is not None:
         check_compress(running.options.compress, captured.leaves)
+    if running.options.check_replicas:
+        from ostraka.saving.replicas import ReplicaCheck  # Most saves do without.
+
+        captured = replace(captured, replicas=ReplicaCheck(captured))
     running.watch.lap("capture")
     return captured
 
@@ -337,8 +361,13 @@ def _write_and_commit(running: RunningSave, captured: Captured) -> Sequence[floa
             parity = options.parity
             companions = [ParityCompanion(parity, plan, agreed.hosts)] if parity else []
         watch.lap("plan")
+        if captured.replicas is not None:
+            captured.replicas.begin()
         written = write_shards(running, agreed, plan, companions)
         watch.lap("write")
+        if captured.replicas is not None:
+            captured.replicas.compare(running.operation, str(running.path))
+            watch.lap("check_replicas")
     finally:
         captured.values.clear()
         agreed.values.clear()
