@@ -26,6 +26,7 @@ ASSUMED_KEEP = 3
 _MOST_CHOICES = 14
 """Plans beside those asked for, of all variants together."""
 _MOST_CHOICES_S = 30.0
+"""Seconds of the processor after which no other plan is made."""
 _MOST_HOSTS = 64
 _DTYPES = ("bfloat16", "float32")
 _CHANGED_AXES = 2
@@ -74,7 +75,7 @@ def answer_plan(question: PlanQuestion) -> PlanAnswer:
 
 def describe_plans(title: str, answers: Mapping[str, PlanAnswer]) -> PlanDocument:
     """The document of some plans, by name, with plans for other meshes and dtypes beside them."""
-    ends = time.monotonic() + _MOST_CHOICES_S
+    ends = time.process_time() + _MOST_CHOICES_S
     most = _MOST_CHOICES // len(answers)
     return {
         "schema": SCHEMA,
@@ -98,7 +99,7 @@ def _describe_variant(name: str, answer: PlanAnswer, most: int, ends: float) -> 
     # Those that differ in one thing come before those that differ in two.
     numbers = sorted(product(range(len(meshes)), range(len(dtypes))), key=lambda at: (all(at), at))
     for mesh, dtype in numbers[1 : most + 1]:
-        if time.monotonic() > ends:
+        if time.process_time() > ends:
             break
         chosen = _change(options, meshes[mesh] if mesh else None, dtypes[dtype] if dtype else None)
         try:
