@@ -30,7 +30,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick buckets check format bench docs torch azurite soak shake world newest slurm clean
+.PHONY: help venv demo test quick buckets check format bench docs torch azurite browser soak shake world newest slurm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -142,6 +142,12 @@ torch:
 azurite: ## install Azurite with npm, for the tests on Azure's store
 	@npm install --prefix .azurite --no-package-lock --no-audit --no-fund --loglevel=error \
 	  $(AZURITE)
+
+# Debian's browser, for the tests of pages: without it they are skipped, and say so.
+browser: ## install Debian's chromium and chromium-driver, for the tests of pages (needs root)
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; \
+	} || echo "*** chromium COULD NOT BE INSTALLED: THE TESTS OF PAGES ARE SKIPPED ***" >&2
 
 # It installs nothing: it says what is missing. Slurm's daemons end with it.
 slurm: $(FULL) ## examples/slurm on a real Slurm of one node; needs slurm-wlm and munge (SLURM_ARGS=--keep)

@@ -133,7 +133,7 @@ def repairs(place: Path) -> Contest:
 
     def repair(path: Path, numbers: range) -> None:
         report = ostraka.repair(path)
-        assert len(report.mended) == len(numbers)
+        assert len(report.repaired) == len(numbers)
 
     def lose(path: Path, numbers: range) -> None:
         for number in numbers:

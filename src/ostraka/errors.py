@@ -330,6 +330,13 @@ class SaveFailed(_ProcessFailure):
     verb = "saving"
 
 
+class SaveCancelled(SaveFailed):
+    """Raised for a save that was cancelled. The path is unchanged.
+
+    `SaveHandle.cancel` and `Manager(if_running="cancel")` cancel saves.
+    """
+
+
 class RestoreFailed(_ProcessFailure):
     """Raised on all processes if a restore fails on one: fix the `cause` and restore again."""
 

@@ -16,32 +16,31 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
-from ostraka.cli import _diff
-from ostraka.cli._diff import (
+from ostraka.common.progress import OnBytes
+from ostraka.formats import open_source
+from ostraka.formats.source import Source
+from ostraka.report import measure
+from ostraka.report.compare import (
     CompareOptions,
     Distance,
     LeafComparison,
     TreeComparison,
     compare,
 )
-from ostraka.common.progress import OnBytes
-from ostraka.formats import open_source
-from ostraka.formats.source import Source
-from ostraka.report import measure
+from ostraka.report.measure import Progress
 from ostraka.storage import open_store
 from places import Place
 
 
-def see_progress(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The bytes that the bar is told of, done and in all."""
+def see_progress() -> tuple[list[tuple[int, int]], Progress]:
+    """The bytes that a bar is told of, done and in all, and that bar."""
     seen: list[tuple[int, int]] = []
 
     @contextmanager
     def progress(what: str, total: int) -> Generator[OnBytes]:
         yield lambda done, total: seen.append((done, total))
 
-    monkeypatch.setattr(_diff, "progress", progress)
-    return seen
+    return seen, progress
 
 
 class Pair(NamedTuple):
@@ -225,8 +224,8 @@ def test_progress_tells_all_bytes(place: Place, monkeypatch: pytest.MonkeyPatch)
     other[3, 5] += 1
     a = saved(place / "a", {"x": put(values, "a", "b"), "y": np.ones(3)})
     b = saved(place / "b", {"x": put(other, "b", None, sizes=(2, 4)), "y": np.ones(3)})
-    seen = see_progress(monkeypatch)
-    found = compare(a, b, CompareOptions())
+    seen, progress = see_progress()
+    found = compare(a, b, CompareOptions(), progress)
     in_all = 2 * (values.nbytes + 24)
     assert seen[-1] == (in_all, in_all)
     assert found.leaves[0].distance is not None
@@ -273,9 +272,9 @@ def test_what_is_one_array_in_one_of_them_only(place: Place):
     assert again.differs == ("same_as",)
 
 
-def test_bytes_of_what_is_one_array_are_read_once(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_bytes_of_what_is_one_array_are_read_once(place: Place):
     x = jnp.arange(6.0)
     a = saved(place / "a", {"x": x, "y": x})
-    seen = see_progress(monkeypatch)
-    compare(a, a, CompareOptions())
+    seen, progress = see_progress()
+    compare(a, a, CompareOptions(), progress)
     assert seen == [(2 * 24, 2 * 24)]

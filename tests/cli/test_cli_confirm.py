@@ -31,7 +31,7 @@ def files(root: Path) -> set[str]:
 CASES = {
     "rm": (("{root}", "1"), "remove 1 step from {root}", "would go from {root}"),
     "gc": (("{root}",), "remove 1 leftover from {root}", "would go from {root}"),
-    "repair": (("{root}/1",), "rewrite 1 file in {root}/1", "1 file would be mended"),
+    "repair": (("{root}/1",), "rewrite 1 file in {root}/1", "1 file would be repaired"),
 }
 
 
@@ -88,7 +88,7 @@ def test_both_options_contradict_each_other(root: Path, command: str):
 
 
 def test_nothing_is_asked_if_there_is_nothing_to_do(root: Path):
-    assert "nothing to mend" in run("repair", root / "2").stdout
+    assert "nothing to repair" in run("repair", root / "2").stdout
     assert run("gc", root, "--yes").exit_code == 0
     assert run("gc", root).stdout == f"{root}: nothing was left behind\n"
 

@@ -15,7 +15,7 @@ ONE_VERIFIED = {
     *("unchecked", "proven", "has_digests", "is_empty", "damaged_leaves"),
 }
 ONE_REPAIRED = {
-    *("path", "ok", "dry_run", "mended", "problems", "notes"),
+    *("path", "ok", "dry_run", "repaired", "problems", "notes"),
     *("bytes_read", "bytes_written", "duration_s"),
 }
 KEYS: dict[str, tuple[tuple[str, ...], set[str]]] = {

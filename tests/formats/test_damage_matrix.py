@@ -5,6 +5,7 @@ What is said is compared with a map of the bytes that the safetensors package ma
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from damage_map import DamageMap, StoredBox
 from figures import Figures
+from manual import find_block
 from mounts import lose_sectors
 from nnx_models import Block
 from ostraka.errors import CheckpointNotFound, Damaged, DegradedRead, Problem, store_error
@@ -322,7 +324,7 @@ def test_what_is_read_in_part_is_right_or_not_returned(subjects: Subjects):
                 except Damaged:
                     right.append(False)
             found.add((any(right), all(right)))
-    assert found == {(True, False)}, "damage to one file hurts the rows in it, and no others"
+    assert found == {(True, False)}, "damage to one file affects the rows in it, and no others"
 
 
 # Whole files
@@ -369,18 +371,18 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 """What may become of a file. Half of an index or of `_METADATA` is never zeros."""
 
 
-def find_damage(subject: Subject, damaged: set[str], *, hurt: set[str] | None = None) -> None:
+def find_damage(subject: Subject, damaged: set[str], *, affected: set[str] | None = None) -> None:
     """All damaged files are named and no others; a leaf is read right, or not at all.
 
-    `hurt` are leaves that must be named, and no others but those that lie in the same file.
+    `affected` are leaves that must be named, and no others but those that lie in the same file.
     """
     problems = ostraka.verify(subject.path, raises=False).problems
     assert {problem.file for problem in problems} == damaged, (damaged, problems)
     in_them = {leaf for file in damaged for leaf in subject.map.leaves_in(file)}
     named = {leaf for problem in problems for leaf in problem.leaves}
     assert named <= in_them, problems
-    if hurt is not None:
-        assert hurt <= named, (hurt - named, problems)
+    if affected is not None:
+        assert affected <= named, (affected - named, problems)
     checkpoint = ostraka.open(subject.path)
     processes = {subject.map.process_of[file] for file in damaged & {*subject.map.indexes}}
     of_index = {
@@ -415,7 +417,7 @@ def test_changed_files(subjects: Subjects, kind: str):
                         work(subject.path)
                 continue
             is_lost = name in ("deleted", "emptied", "zeroed", "cut to its start")
-            find_damage(subject, {file}, hurt=subject.map.leaves_in(file) if is_lost else None)
+            find_damage(subject, {file}, affected=subject.map.leaves_in(file) if is_lost else None)
             problems = ostraka.verify(subject.path, raises=False).problems
             if name == "deleted":
                 assert {problem.found for problem in problems} == {"it is missing"}
@@ -548,6 +550,24 @@ def test_what_is_told_of_one_lost_file(subjects: Subjects):
         report = ostraka.verify(subject.path, raises=False)
         assert report.damaged_leaves["kernel"] == 0.25
         assert "1 of 4 shard files, written by process 3" in str(report)
+
+
+def test_the_manual_shows_a_problem(subjects: Subjects):
+    """durability.md shows the report, checksums.md its second line."""
+    subject = subjects("processes")
+    file = subject.map.shards[2]
+    box = subject.map.boxes[file][0]
+    with flipped(subject.path / file, box.start, 1):
+        report = ostraka.verify(subject.path, raises=False)
+    (problem,) = report.problems
+    first, second = str(report), problem.explain()
+    for name, shown in {str(subject.path): "runs/7", f"on {problem.host}": "on node7"}.items():
+        first, second = first.replace(name, shown), second.replace(name, shown)
+    second = re.sub("shards-[0-9a-f]{16}", "shards-5dd324aae6ba37ae", second)
+    brief = f"{first.rpartition(' files, ')[0]} files, …)"
+    shown = find_block("docs/maintainers/durability.md", "runs/7: ")
+    assert " ".join(shown.split()) == f"{brief} {second}"
+    assert " ".join(find_block("docs/explanation/checksums.md", "shards-").split()) == second
 
 
 def place_of(subject: Subject, leaf: str) -> tuple[str, StoredBox]:

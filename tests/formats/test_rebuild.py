@@ -86,7 +86,7 @@ class Harmed:
         for name in names:
             files_in(self.path)[name].unlink()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         directory = next(self.path.glob("shards-*"))
         for name, data in self._kept.items():
             (directory / name).write_bytes(data)
@@ -112,7 +112,7 @@ def test_any_lost_files_are_read_all_the_same(tmp_path: Path, how: str) -> None:
         assert all(name in warned[0] and "ostraka repair" in warned[0] for name in needed)
         report = ostraka.verify(harmed.path, raises=False)
         assert {problem.file.split("/")[-1] for problem in report.problems} == set(lost)
-        harmed.mend()
+        harmed.repair()
 
 
 def test_flipped_truncated_and_swapped_files_are_read_all_the_same(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_flipped_truncated_and_swapped_files_are_read_all_the_same(tmp_path: Pat
         assert np.array_equal(part, np.asarray(expected["rows"])[130:140, 5:9])
         assert len(warned) == 2  # by two readers
         assert not ostraka.verify(harmed.path, raises=False).ok
-        harmed.mend()
+        harmed.repair()
 
 
 def test_damage_to_several_files_at_different_places_is_found_block_by_block(

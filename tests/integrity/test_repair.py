@@ -134,13 +134,13 @@ def test_a_shard_from_the_live_tree(path: Path, tree: Any, made: Path, harm: str
     planned = ostraka.repair(path, tree, dry_run=True)
     assert (planned.ok, planned.bytes_written) == (True, 0)
     report = ostraka.repair(path, tree)
-    assert [file.file for file in report.mended] == [str(lost.relative_to(path))]
-    assert report.mended == planned.mended
+    assert [file.file for file in report.repaired] == [str(lost.relative_to(path))]
+    assert report.repaired == planned.repaired
     assert report.bytes_written == lost.stat().st_size
     assert contents(path) == contents(made)
     assert before == {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in others}
     assert ostraka.verify(path).ok
-    assert not ostraka.repair(path).mended
+    assert not ostraka.repair(path).repaired
 
 
 @every_kind
@@ -192,7 +192,7 @@ def test_a_model_and_its_optimizer(tmp_path: Path):
     for file in (shard(path, 0), index(path)):
         file.unlink()
     report = ostraka.repair(path, tree)
-    assert len(report.mended) == 2
+    assert len(report.repaired) == 2
     assert contents(path) == before
     nnx.update(model, jax.tree.map(lambda x: x + 1, nnx.state(model, nnx.Param)))
     shard(path, 0).unlink()
@@ -224,15 +224,15 @@ def test_what_describes_the_rest(path: Path, made: Path, lost: str):
                 ostraka.repair(path)
         report = ostraka.repair(path, sources=made)
         if lost in files:
-            assert {file.file.rpartition("/")[2] for file in report.mended} == {files[lost].name}
+            assert {file.file.rpartition("/")[2] for file in report.repaired} == {files[lost].name}
         assert contents(path) == contents(made)
 
 
 @pytest.mark.parametrize("made", ["plain", "bfloat16"], indirect=True)
 def test_an_index_is_made_again_from_its_shards(path: Path, made: Path):
     index(path).unlink()
-    (mended,) = ostraka.repair(path).mended
-    assert mended.origins == ("its shards",)
+    (repaired,) = ostraka.repair(path).repaired
+    assert repaired.origins == ("its shards",)
     assert contents(path) == contents(made)
 
 
@@ -240,8 +240,8 @@ def test_the_index_of_compressed_files_comes_from_parity(tmp_path: Path, tree: A
     ostraka.save(tmp_path / "c", tree, compress="zstd", parity=1)
     before = contents(tmp_path / "c")
     index(tmp_path / "c").unlink()
-    (mended,) = ostraka.repair(tmp_path / "c").mended
-    assert mended.origins == ("parity",)
+    (repaired,) = ostraka.repair(tmp_path / "c").repaired
+    assert repaired.origins == ("parity",)
     assert contents(tmp_path / "c") == before
 
 
@@ -250,13 +250,13 @@ def test_an_index_and_a_shard_of_it(path: Path, made: Path, tree: Any):
     is_compressed = '"version":2' in (path / "_METADATA").read_text()
     index(path).unlink()
     shard(path, 3).unlink()
-    with pytest.raises(Damaged, match=r"process_00000.json: it is missing, and can't be mended"):
+    with pytest.raises(Damaged, match=r"process_00000.json: it is missing, and can't be repaired"):
         ostraka.repair(path)
     if is_compressed:
         return
     with pytest.raises(Damaged, match=r"process_00000.json"):
         ostraka.repair(path, {**tree, "large": tree["large"] + 1})
-    assert len(ostraka.repair(path, tree).mended) == 2
+    assert len(ostraka.repair(path, tree).repaired) == 2
     assert contents(path) == contents(made)
 
 
@@ -268,12 +268,13 @@ def test_the_copy_of_metadata(path: Path, made: Path):
         flip(copy, offset)
         with pytest.raises(Damaged, match=r"metadata\.json: it is not the copy of _METADATA"):
             ostraka.verify(path)
-        assert [file.file for file in ostraka.repair(path).mended] == [str(copy.relative_to(path))]
+        (file,) = ostraka.repair(path).repaired
+        assert file.file == str(copy.relative_to(path))
         assert contents(path) == contents(made)
     for harm in ("missing", "short", "zeros"):  # as a crash of the machine may leave it
         HARM[harm](copy)
         assert ostraka.verify(path).ok
-        assert ostraka.repair(path).mended
+        assert ostraka.repair(path).repaired
         assert contents(path) == contents(made)
 
 
@@ -335,7 +336,7 @@ def test_from_a_copy(path: Path, made: Path):
     (path / "_METADATA").unlink()
     metadata_copy(path).unlink()
     report = ostraka.repair(path, sources=made)
-    assert len(report.mended) == 6
+    assert len(report.repaired) == 6
     assert contents(path) == contents(made)
 
 
@@ -354,7 +355,7 @@ def test_from_an_older_step_and_the_live_tree(tmp_path: Path, tree: Any):
     with pytest.raises(Damaged, match=r"trained on.*'large'"):
         ostraka.repair(path, other)
     report = ostraka.repair(path, other, sources=tmp_path / "runs" / "1")
-    assert set(report.mended[0].origins) == {
+    assert set(report.repaired[0].origins) == {
         "_METADATA",
         "the live tree",
         str(tmp_path / "runs" / "1"),
@@ -372,7 +373,7 @@ def test_from_a_mirror(tmp_path: Path, tree: Any):
     with pytest.raises(CheckpointNotFound, match="given as sources="):
         ostraka.repair(path, sources=tmp_path / "nothing")
     report = ostraka.repair(path, sources=[tmp_path / "mirror"])
-    assert report.mended[0].origins[-1] == str(tmp_path / "mirror" / path.name)
+    assert report.repaired[0].origins[-1] == str(tmp_path / "mirror" / path.name)
     assert contents(path) == before
 
 
@@ -383,7 +384,7 @@ def test_a_copy_that_is_damaged_too(path: Path, made: Path, tmp_path: Path):
     flip(shard(tmp_path / "other", 2), 100)
     shard(tmp_path / "other", 3).unlink()
     report = ostraka.repair(path, sources=tmp_path / "other")
-    assert report.mended[0].origins == (str(tmp_path / "other"),)
+    assert report.repaired[0].origins == (str(tmp_path / "other"),)
     assert contents(path) == contents(made)
     ostraka.repair(tmp_path / "other", sources=path)
     assert contents(tmp_path / "other") == contents(made)
@@ -398,10 +399,10 @@ def test_from_parity(place: Place, tree: Any, parity: int):
     for file in [*lost, index(path)]:
         file.unlink()
     report = ostraka.repair(path)
-    assert len(report.mended) == parity + 1
+    assert len(report.repaired) == parity + 1
     assert contents(path) == before
     next(iter(path.glob("shards-*/parity_00000.safetensors"))).unlink()
-    assert ostraka.repair(path).mended[0].origins == ("its group",)
+    assert ostraka.repair(path).repaired[0].origins == ("its group",)
     assert contents(path) == before
 
 
@@ -424,7 +425,7 @@ def test_over_stores(made: Path, kind: str, request: pytest.FixtureRequest, tmp_
         store.delete(name)
     report = ostraka.repair(store, sources=[made])
     after = {file.name: file.version for file in store.files("")}
-    assert sorted(file.file for file in report.mended) == sorted(lost)
+    assert sorted(file.file for file in report.repaired) == sorted(lost)
     assert {name for name in before if after[name] != before[name]} <= {*lost}
     assert contents(store) == contents(made)
 
@@ -499,7 +500,7 @@ def test_the_command(path: Path, made: Path):
     def repair(*arguments: object) -> Any:
         return run("repair", path, *arguments)
 
-    assert "nothing to mend" in repair().output
+    assert "nothing to repair" in repair().output
     shard(path, 1).unlink()
     left = repair()
     assert left.exit_code == 1
@@ -507,10 +508,10 @@ def test_the_command(path: Path, made: Path):
     assert "'large'" in left.output
     planned = repair("--from", made, "--dry-run", "--json")
     assert planned.exit_code == 0
-    assert "large" in json.loads(planned.output)["mended"][0]["leaves"]
-    mended = repair("--from", made.parent / "c", "--yes")
-    assert "1 file mended" in mended.output
-    assert str(made) in mended.output
+    assert "large" in json.loads(planned.output)["repaired"][0]["leaves"]
+    repaired = repair("--from", made.parent / "c", "--yes")
+    assert "1 file repaired" in repaired.output
+    assert str(made) in repaired.output
     assert contents(path) == contents(made)
     remove_tree(path)
     assert repair().exit_code == 2
@@ -524,10 +525,10 @@ def test_a_directory_of_steps(tmp_path: Path, tree: Any):
     for step in (1, 3):
         shard(tmp_path / "runs" / str(step), 2).unlink()
     said = json.loads(run("repair", tmp_path / "runs", "--dry-run", "--json").output)
-    assert [len(report["mended"]) for report in said["checkpoints"]] == [1, 0, 1]
+    assert [len(report["repaired"]) for report in said["checkpoints"]] == [1, 0, 1]
     result = run("repair", tmp_path / "runs", "--yes")
     assert result.exit_code == 0, result.output
-    assert result.output.count("1 file mended") == 2
+    assert result.output.count("1 file repaired") == 2
     assert {f: f.read_bytes() for f in before} == before
     for number in (2, 3):
         shard(tmp_path / "runs" / "1", number).unlink()

@@ -84,7 +84,7 @@ class Harm:
             assert look_at(self._path) == left
         self._wait()
 
-    def check_mended(self) -> None:
+    def check_repaired(self) -> None:
         """All is there again, bit for bit, and what was not lost was not touched."""
         self._wait()
         if jax.process_index() == 0:
@@ -126,32 +126,32 @@ def repair_all(path: str, options: dict[str, Any]) -> None:
     harm.check_unchanged()
 
     report = ostraka.repair(path, tree)
-    (mended,) = report.mended
-    assert (mended.process, mended.file[-23:]) == (2, "shard_00005.safetensors")
-    assert mended.origins == ("_METADATA", "the live tree")
-    assert (dry.mended, dry.bytes_written) == (report.mended, 0)
+    (repaired,) = report.repaired
+    assert (repaired.process, repaired.file[-23:]) == (2, "shard_00005.safetensors")
+    assert repaired.origins == ("_METADATA", "the live tree")
+    assert (dry.repaired, dry.bytes_written) == (report.repaired, 0)
     if jax.process_index() == 0:
         assert report.bytes_written == nbytes
-    harm.check_mended()
+    harm.check_repaired()
 
     # On other devices, and from two processes at once.
     harm.delete("shard_00001.safetensors", "shard_00003.safetensors")
     report = ostraka.repair(path, make_tree(turned=True))
-    assert [file.process for file in report.mended] == [3, 2]
-    harm.check_mended()
+    assert [file.process for file in report.repaired] == [3, 2]
+    harm.check_repaired()
 
     # Without a copy or parity, the index of compressed files can't be made again.
     lost = ["_METADATA"] if options.get("compress") else ["_METADATA", "process_00001.json"]
     harm.delete(*lost)
     report = ostraka.repair(path, tree)
-    assert len(report.mended) == len(lost)
+    assert len(report.repaired) == len(lost)
     assert "never committed" in report.notes[0]
-    harm.check_mended()
+    harm.check_repaired()
 
     if not options.get("compress"):
         harm.delete("process_00002.json", "shard_00004.safetensors")
-        assert len(ostraka.repair(path, tree).mended) == 2
-        harm.check_mended()
+        assert len(ostraka.repair(path, tree).repaired) == 2
+        harm.check_repaired()
 
     if "dtype" not in options:
         restored = ostraka.restore(path, like=tree)
@@ -188,7 +188,7 @@ def repair_or_fail(path: str) -> str:
         ostraka.repair(store, tree)
     except (OstrakaError, OSError) as error:
         return f"{type(error).__name__}: {error}"
-    return "mended"
+    return "repaired"
 
 
 def test_an_error_on_one_process_is_told_on_all(tmp_path: Path):

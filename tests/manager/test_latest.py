@@ -54,7 +54,7 @@ def test_steps_that_cannot_be_read(tmp_path: Path):
     assert ostraka.latest(tmp_path) == 1 == latest_of_manager(tmp_path)
     (tmp_path / "step_00000001" / "_METADATA").write_bytes(b"{")
     for look in (ostraka.latest, latest_of_manager):
-        with pytest.raises(Damaged, match="no step in .* can be read: mend one"):
+        with pytest.raises(Damaged, match="no step in .* can be read: repair one"):
             look(tmp_path)
 
 

@@ -370,7 +370,7 @@ def test_a_step_known_to_be_damaged_counts_for_nothing(tmp_path: Path):
             manager.restore(fallback=True)
         assert manager.save(22, tree_of(22))  # goes on from 20
         assert manager.steps() == [20, 22, 30]
-        assert manager.save(30, tree_of(30))  # mended
+        assert manager.save(30, tree_of(30))  # repaired
         assert manager.steps() == [22, 30]
         assert manager.restore()["step"] == 30
 

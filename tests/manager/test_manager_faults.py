@@ -166,7 +166,7 @@ def test_a_run_does_not_begin_anew_because_no_step_can_be_read(tmp_path: Path):
     fill(tmp_path, 10, 20)
     damage(tmp_path, 10, 20, name="_METADATA")
     with Manager(tmp_path, asynchronous=False) as manager:
-        message = "step_00000020 is damaged.* no step in .* can be read: mend one, or delete them"
+        message = "step_00000020 is damaged.* no step in .* can be read: repair one, or delete them"
         with pytest.raises(Damaged, match=message):
             manager.latest()
         with pytest.raises(Damaged, match="step_00000020 is damaged.* no intact step before it"):

@@ -1,11 +1,15 @@
 """Folders import only from the folders below them, and `_x` belongs to its folder alone."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from manual import find_block
 
 PACKAGE = Path(__file__).parents[2] / "src" / "ostraka"
 # From the bottom to the top. Those between two bars know nothing of each other.
@@ -79,3 +83,24 @@ def test_no_modules_import_each_other():
         for m, g in graph.items()
     }
     TopologicalSorter(graph).prepare()
+
+
+PAGE = "docs/maintainers/architecture.md"
+
+
+def test_the_picture_has_these_layers():
+    rows = [re.split(r"\s{2,}", line) for line in find_block(PAGE, "cli ").splitlines()]
+    cells = [[cell.split(".")[0] for cell in row] for row in rows]
+    folders = [[HEIGHT[folder] for folder in row if folder in HEIGHT] for row in cells]
+    for above, below in pairwise(folders):
+        assert min(above) > max(below)
+    drawn = sorted(height for row in folders for height in row)
+    others = {"_version", "exercises", "__init__"}
+    assert drawn == sorted(height for name, height in HEIGHT.items() if name not in others)
+
+
+def test_the_spine_has_these_modules():
+    names = re.findall(r"\b[a-z]+(?:\.[a-z_]+)+\b(?!\(|-)", find_block(PAGE, "ostraka.save("))
+    assert len(names) >= 10
+    for name in (name for name in names if not name.endswith((".safetensors", ".json"))):
+        assert name in FILES or f"{name}.__init__" in FILES, name

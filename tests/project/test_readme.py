@@ -1,10 +1,13 @@
-"""README.md and docs/ keep their word: all Python runs, output is real, links lead somewhere.
+"""README.md and docs/ keep their word: all code runs, output is real, links lead somewhere.
 
-The Python blocks of a page run in order, in one namespace and an empty directory. A block that
-begins with a comment such as `# train.py` is a program: it is written to that file and run in a
-process of its own, `# test_….py` by pytest. What a block has saved is copied; at the end of the
-page a new process restores every copy and passes all its arrays through one `jax.jit`. A `text`
-block is what one of the Python blocks of the page printed.
+The blocks of a page run in order, in an empty directory, Python in one namespace. A Python block
+that begins with a comment such as `# train.py` is a program: it is written to that file and run in
+a process of its own, `# test_….py` by pytest. Blocks that import PyTorch run in `.venv-torch`. A
+shell block runs in bash; if its last line is `python`, the Python block after it is the input. A
+`json` block is the file that the text before it names. What a block has saved is copied; at the end
+of the page a new process restores every copy and passes all its arrays through one `jax.jit`. A
+`text` block is what one of the blocks of the page printed. `test_blocks.py` shows that no block is
+left out.
 """
 
 import builtins
@@ -13,33 +16,44 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import manual_readers
 import ostraka
+from hf_python import TORCH_PYTHON
+from manual import (
+    PAGES,
+    PROGRAM_TIMEOUT_S,
+    ROOT,
+    Block,
+    Shell,
+    TorchSession,
+    blocks_to_run,
+    find_blocks,
+    run_python,
+    write_file,
+)
 from ostraka import errors
 from ostraka.processes import operation
 from ostraka.testing import free_port
 from programs import run_quietly
+from servers import Server
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 ERRORS = (ROOT / "docs/reference/errors.md").read_text("utf-8")
-PAGES = [
-    "README.md",
-    *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")),
-]
 GUIDES = [
     *("docs/start/shard.md", "docs/howto/another-mesh.md", "docs/howto/training-loop.md"),
     *("docs/howto/preemption.md", "docs/howto/logging.md", "docs/faq.md"),
     *("docs/howto/convert-and-merge.md", "docs/howto/evaluate.md", "docs/howto/finetune.md"),
     *("docs/howto/hugging-face.md", "docs/howto/lora.md"),
     *("docs/from/orbax.md", "docs/from/flax-training.md", "docs/from/pytorch.md"),
+    "docs/from/equinox.md",
 ]
 TOGETHER = "docs/howto/evaluate.md"
 """Its programs run at the same time, in a test of their own."""
@@ -48,15 +62,17 @@ KILLED = "docs/start/resume.md"
 HOSTS = "docs/howto/multi-host.md"
 """Its program runs in two processes, in a test of its own."""
 MESHES = "docs/howto/another-mesh.md"
-PROGRAM_TIMEOUT_S = 400
 
 RESTORE_AND_JIT = r"""
 import sys
+import warnings
 from pathlib import Path
 
 import jax
 
 import ostraka
+
+warnings.simplefilter("ignore", ostraka.errors.PartialRestore)  # functions of Equinox
 
 
 def jit_all(tree):
@@ -84,70 +100,28 @@ for metadata in sorted(Path(sys.argv[1]).rglob("_METADATA")):
 """
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    page: str
-    line: int
-    text: str
-
-    @property
-    def program(self) -> str | None:
-        """The file name that its first line names."""
-        found = re.match(r"# (\w+\.py)\n", self.text)
-        return found[1] if found else None
-
-    def __str__(self) -> str:
-        return f"{self.page}, line {self.line}"
-
-
-def find_blocks(page: str, language: str) -> list[Block]:
-    """The fenced blocks in a language, in order."""
-    text = (ROOT / page).read_text("utf-8")
-    return [
-        Block(page, text.count("\n", 0, found.start()) + 1, found[2])
-        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-        if found[1] == language
-    ]
-
-
 def checkpoints(folder: Path) -> dict[Path, bytes]:
     """What is saved there; Orbax has files of the same name."""
     contents = {path: path.read_bytes() for path in folder.rglob("_METADATA")}
     return {path: content for path, content in contents.items() if b'"ostraka"' in content}
 
 
-def run_block(block: Block, module: ModuleType, folder: Path) -> str:
-    """Run it, as a program or in the namespace of its page; returns what it printed."""
-    if block.program is None:
-        exec(compile(block.text, str(block), "exec"), vars(module))
-        return ""
-    path = folder / block.program
-    path.write_text(block.text)
-    is_test = path.name.startswith("test_")
-    done = subprocess.run(
-        [sys.executable, *(("-m", "pytest", "-q") if is_test else ()), path.name],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=PROGRAM_TIMEOUT_S,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), f"{block}: {done.stderr}"
-    return done.stdout
-
-
-def start_program(
-    block: Block, folder: Path, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Write it to its file, and start it with more environment variables."""
+def write_program(block: Block, folder: Path) -> str:
+    """Write it to the file that it names, and return the name."""
     assert block.program is not None
     (folder / block.program).write_text(block.text)
+    return block.program
+
+
+def start(
+    command: list[str], folder: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start a command with more environment variables, and our Python as `python`."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.Popen(
-        [sys.executable, block.program],
+        command,
         cwd=folder,
-        env=os.environ | dict(env or {}),
+        env=os.environ | {"PATH": path} | dict(env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -162,43 +136,109 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """Ends all that it started, and takes back what it exported."""
+    before = dict(os.environ)
+    made = Shell(tmp_path, [])
+    yield made
+    made.end()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture
+def page_bucket(
+    page: str, servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket `s3://bucket`, empty, if the page has one and starts no server itself."""
+    text = "".join(block.text for block in blocks_to_run(page))
+    if "s3://bucket" not in text or "moto_server" in text:
+        return
+    server = servers("moto")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    client = server.client()
+    client.create_bucket(Bucket="bucket")
+    for entry in client.list_objects_v2(Bucket="bucket").get("Contents", ()):
+        client.delete_object(Bucket="bucket", Key=entry["Key"])
+
+
+@pytest.mark.usefixtures("page_bucket")
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in (TOGETHER, KILLED, HOSTS)])
-def test_python_blocks_run_in_order(
+def test_blocks_run_in_order(
     page: str,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     module: ModuleType,
+    shell: Shell,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
+    blocks = blocks_to_run(page)
+    if prepare := manual_readers.HAS.get(page):
+        prepare(vars(module))
     printed: list[str] = []
-    known: dict[Path, bytes] = {}
+    known: dict[Path, bytes] = checkpoints(tmp_path)
     copies = tmp_path_factory.mktemp("copies")
     copied = 0
-    for block in find_blocks(page, "python"):
-        output = run_block(block, module, tmp_path) + capsys.readouterr().out
-        printed.append(output.replace(str(tmp_path), "/home/me"))
-        before, known = known, checkpoints(tmp_path)
-        for path in known:
-            if before.get(path) != known[path]:
-                shutil.copytree(path.parent, copies / str(copied))
-                copied += 1
+    with ExitStack() as running:
+        torch = start_torch(blocks, tmp_path, running)
+        for block, session in with_sessions(blocks):
+            output = ""
+            if block.needs_torch:
+                output = torch.run(block.text) if torch else ""
+            elif block.language == "python":
+                output = run_python(block, module, tmp_path) + capsys.readouterr().out
+            elif block.language == "sh":
+                output = shell.run(block, session)
+            elif block.language == "json":
+                write_file(block, tmp_path)
+            printed.append(output.replace(str(tmp_path), "/home/me"))
+            before, known = known, checkpoints(tmp_path)
+            for path in known:
+                if before.get(path) != known[path]:
+                    shutil.copytree(path.parent, copies / str(copied))
+                    copied += 1
     if copied:
         assert len(run_quietly(RESTORE_AND_JIT, copies).splitlines()) == copied
-    for block in find_blocks(page, "text") if printed else []:
-        assert block.text in printed, f"{block} is not what a block printed: {printed}"
+    for block in blocks:
+        if block.language == "text":
+            assert block.text in printed, f"{block} is not what a block printed: {printed}"
     if page in ("README.md", *GUIDES):
         assert printed
         assert copied >= len(known) > 0
+    if torch is None and any(block.needs_torch for block in blocks):
+        pytest.skip(f"NOT TESTED HERE: {page} with PyTorch. `make torch` installs it")
+
+
+def start_torch(blocks: list[Block], folder: Path, running: ExitStack) -> TorchSession | None:
+    """For a page that needs it, if it is installed."""
+    if not TORCH_PYTHON.exists() or not any(block.needs_torch for block in blocks):
+        return None
+    session = running.enter_context(TorchSession(TORCH_PYTHON, folder))
+    session.run(manual_readers.IN_TORCH)
+    return session
+
+
+def with_sessions(blocks: list[Block]) -> Iterator[tuple[Block, str]]:
+    """Each block, and the input of an interpreter that it starts: the block after it."""
+    following = iter(blocks)
+    for block in following:
+        starts = block.language == "sh" and block.text.endswith("\npython\n")
+        yield block, next(following).text if starts else ""
 
 
 def test_an_evaluator_follows_a_run(tmp_path: Path):
     """Both programs of the page, at the same time."""
-    train, evaluate = find_blocks(TOGETHER, "python")
-    (expected,) = find_blocks(TOGETHER, "text")
+    train, evaluate, expected = blocks_to_run(TOGETHER)
     # The evaluator first: it waits for steps.
-    processes = [start_program(block, tmp_path) for block in (evaluate, train)]
+    processes = [
+        start([sys.executable, write_program(block, tmp_path)], tmp_path)
+        for block in (evaluate, train)
+    ]
     try:
         told, error = processes[0].communicate(timeout=PROGRAM_TIMEOUT_S)
         _, training_error = processes[1].communicate(timeout=PROGRAM_TIMEOUT_S)
@@ -212,37 +252,30 @@ def test_an_evaluator_follows_a_run(tmp_path: Path):
     assert run_quietly(RESTORE_AND_JIT, tmp_path)
 
 
-def test_a_run_that_is_killed_resumes(tmp_path: Path):
-    (program,) = find_blocks(KILLED, "python")
-    (expected,) = find_blocks(KILLED, "text")
-    killed = start_program(program, tmp_path)
-    try:
-        while killed.poll() is None and not list(tmp_path.glob("runs/first/*/_METADATA")):
-            time.sleep(0.01)
-    finally:
-        killed.kill()
-        told, error = killed.communicate(timeout=PROGRAM_TIMEOUT_S)
-    assert (killed.returncode, told, error) == (-9, "begin with step 1\n", "")
+def test_a_run_that_is_killed_resumes(tmp_path: Path, shell: Shell):
+    program, killing, again, expected = blocks_to_run(KILLED)
+    write_program(program, tmp_path)
+    # As soon as a step is committed, not after a fixed time.
+    committed = "until ls runs/first/*/_METADATA > /dev/null 2>&1; do sleep 0.05; done"
+    assert "\nsleep 7\n" in killing.text
+    killing = replace(killing, text=killing.text.replace("sleep 7", committed))
+    assert shell.run(killing) == "begin with step 1\n"
     newest = ostraka.latest(tmp_path / "runs/first")
     assert newest is not None
-    again = start_program(replace(program, text=program.text.replace("0.1)", "0)")), tmp_path)
-    told, error = again.communicate(timeout=PROGRAM_TIMEOUT_S)
-    assert (again.returncode, error) == (0, "")
-    assert told == expected.text.replace("31", str(newest + 1))
+    write_program(replace(program, text=program.text.replace("0.1)", "0)")), tmp_path)
+    assert shell.run(again) == expected.text.replace("31", str(newest + 1))
     assert ostraka.latest(tmp_path / "runs/first") == 60
 
 
 def test_every_process_runs_the_same_program(tmp_path: Path):
-    (program,) = find_blocks(HOSTS, "python")
-    (expected,) = find_blocks(HOSTS, "text")
-    common = {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
-        "NUM_PROCESSES": "2",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
-    processes = [
-        start_program(program, tmp_path, common | {"PROCESS_ID": str(index)}) for index in range(2)
-    ]
+    """Both lines of the block for plain hosts, on one host."""
+    program, expected, commands = blocks_to_run(HOSTS)
+    write_program(program, tmp_path)
+    here = {"node0:1234": f"127.0.0.1:{free_port()}", "/shared/": f"{tmp_path}/"}
+    text = re.sub("|".join(here), lambda found: here[found[0]], commands.text)
+    exports, *lines = text.splitlines()
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    processes = [start(["bash", "-c", f"{exports}\n{line}"], tmp_path, devices) for line in lines]
     try:
         told = [process.communicate(timeout=PROGRAM_TIMEOUT_S) for process in processes]
     finally:
@@ -250,8 +283,11 @@ def test_every_process_runs_the_same_program(tmp_path: Path):
             process.kill()
             process.wait()
     assert [process.returncode for process in processes] == [0, 0], told
-    own = [re.sub(r"^\[Gloo\].*\n", "", output, flags=re.MULTILINE) for output, _ in told]
-    assert own == [expected.text, ""]
+    # Gloo's threads print before that, at times into each other's lines.
+    assert told[0][0].endswith(expected.text)
+    assert "processes" not in told[1][0]
+    assert len(processes) == 2
+    assert ostraka.latest(tmp_path / "runs/a") == 10
 
 
 def test_python_blocks_show_what_they_say(

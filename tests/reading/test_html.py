@@ -262,7 +262,7 @@ def test_reports_show_their_results(tmp_path: Path):
     assert damaged.folded == 1  # the leaf, while the problem itself is open
     assert damaged.texts[damaged.texts.index("kernel") + 1] == "12.5%"
     repaired = texts_in(ostraka.repair(tmp_path / "a")._repr_html_())
-    assert "1 file mended" in repaired
+    assert "1 file repaired" in repaired
     assert "1 repaired file" in repaired
 
 

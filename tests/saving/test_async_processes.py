@@ -354,16 +354,16 @@ def give_up_on_one(path: str) -> dict[str, Any]:
     with held(path) as (store, go_on):
         handle = ostraka.save_async(store, make_tree(2))
         if me == 1:
-            handle._give_up()
+            handle._give_up("it was interrupted, and gave the save up")
         # One that went on before it knew could still have committed.
-        operation = cast(Any, handle._give_up).func.__self__
+        operation = cast(Any, handle._give_up).__self__
         while operation._verdict is None:
             time.sleep(0.01)
         go_on.set()
         given_up = caught(handle.wait)
     handle = ostraka.save_async(path, make_tree(3))
     handle.wait()
-    handle._give_up()
+    handle._give_up("it was interrupted, and gave the save up")
     kept = restored_number(path)
     # Process 0 goes on failing alone for longer than the service remembers; others still hear it.
     if me == 1:

@@ -13,8 +13,8 @@ from flax import traverse_util
 from jax.sharding import PartitionSpec as P
 
 from ostraka.sharding import check, fsdp, spec_tree, tensor_parallel
-from ostraka.sharding._roles import find_cuts
 from ostraka.sharding.leaves import ShapedLeaf
+from ostraka.sharding.roles import find_cuts
 
 Shapes = Mapping[str, tuple[int, ...]]
 

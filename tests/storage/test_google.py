@@ -210,6 +210,6 @@ def test_a_run_is_watched_copied_damaged_and_repaired(bucket: str, tmp_path: Pat
     shard = next(file for file in again.rglob("*.safetensors") if file.is_file())
     flip(shard, -1)
     assert not ostraka.verify(again.url, raises=False).ok
-    assert ostraka.repair(again.url, sources=f"{bucket}/mirror/step_00000003").mended
+    assert ostraka.repair(again.url, sources=f"{bucket}/mirror/step_00000003").repaired
     assert ostraka.verify(again.url).ok
     assert_same(ostraka.restore(again.url), TREE | {"v": np.full(3, 3)})

@@ -514,7 +514,7 @@ def test_given_stores_of_one_name_on_two_servers(servers: Callable[[str], Server
     data = bytearray(obstore.get(places[0], shard).bytes())
     data[-1] ^= 1
     obstore.put(places[0], shard, bytes(data))
-    assert ostraka.repair(places[0], sources=places[1]).mended
+    assert ostraka.repair(places[0], sources=places[1]).repaired
     assert_same(ostraka.restore(places[0]), tree)
 
 

@@ -15,5 +15,5 @@ def run_quietly(program: str, root: Place) -> str:
         text=True,
         timeout=700,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout

@@ -1,21 +1,16 @@
-"""`ostraka diff`: compare two checkpoints. No JAX.
-
-Structure, shapes, dtypes, shardings and values are compared, arrays piece by piece in bounded
-memory. NaN equals NaN, and -0.0 equals 0.0.
-"""
+"""`ostraka diff`: compare two checkpoints. No JAX."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial, reduce
 from operator import add
 from typing import Any
 
 import click
-import numpy as np
 
 from ostraka.cli._arguments import flag, json_option, names_option, option, path_argument
 from ostraka.cli._errors import DIFFERENT
@@ -31,17 +26,19 @@ from ostraka.cli._output import (
     screen_lines,
 )
 from ostraka.cli._tree import LeafRow
-from ostraka.common.text import json_number, shorten, show_shape, show_value
+from ostraka.common.text import json_number, shorten, show_shape
 from ostraka.errors import count_of, printable
-from ostraka.formats.safetensors.source import SafetensorsSource
-from ostraka.formats.source import Source
-from ostraka.reading.locate import open_at, read_whole
-from ostraka.reading.show import show_sharding
-from ostraka.report.measure import Array, add_up, as_numbers
-from ostraka.storage import PathLike
+from ostraka.reading.locate import read_whole
+from ostraka.report.compare import (
+    CompareOptions,
+    Distance,
+    LeafComparison,
+    LeafDescription,
+    TreeComparison,
+    compare,
+    open_named,
+)
 from ostraka.tree.blocks import separator_of
-from ostraka.tree.nodes import ArrayNumber, Branch, Kept, Leaf, UnreadableLeaf, leaves_of
-from ostraka.tree.patterns import Patterns, matches
 
 _TOLERANCE = click.FloatRange(0)
 _VALUE_WIDTH = 40
@@ -49,7 +46,6 @@ _DIGITS = 4
 _FEWEST_LINES = 8
 """Lines for leaves, however low the screen is."""
 _HEAD = ("leaf", "what", "changed", "largest", "mean", "relative")
-_ASPECTS = ("kind", "shape", "dtype", "same_as", "sharding", "value")
 _COLOURS = {"the same": None, "different": "yellow", "only in a": "red", "only in b": "green"}
 """The states of a leaf, in the order of the summary."""
 _LONELY = ("only in a", "only in b")
@@ -111,7 +107,9 @@ def diff(
     """
     options = CompareOptions(pattern, **rules)
     found = read_whole(
-        [a, b], lambda found: compare(found[0], found[1], options), partial(_open, names=names)
+        [a, b],
+        lambda found: compare(found[0], found[1], options, progress),
+        partial(open_named, names=names),
     )
     if pattern and not found.leaves:
         raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}")
@@ -130,13 +128,6 @@ def diff(
         echo_lines(_lines(found, everything=everything))
     if not found.same:
         context.exit(DIFFERENT)
-
-
-def _open(path: PathLike, names: Any) -> Source:
-    """Open a checkpoint. Only safetensors files have names that are not paths."""
-    source = open_at(path)
-    is_renamed = names is not None and isinstance(source, SafetensorsSource)
-    return open_at(path, names) if is_renamed else source
 
 
 # For people
@@ -314,254 +305,3 @@ def _document(leaf: LeafComparison) -> dict[str, Any]:
 def _describe_one(one: LeafDescription) -> dict[str, Any]:
     document = asdict(one)
     return {**document, "bytes": document.pop("nbytes")}
-
-
-# What differs
-
-
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """How far the elements of two arrays are apart.
-
-    `changed` counts the elements that differ by more than the tolerance. `nan` of them are NaN in
-    one array only. `largest` and `total` are of the absolute differences of all others. `scale` is
-    the sum of the absolute values of b where it differs.
-    """
-
-    elements: int = 0
-    changed: int = 0
-    nan: int = 0
-    largest: float = 0.0
-    total: float = 0.0
-    scale: float = field(default=0.0, compare=False)
-
-    @property
-    def relative(self) -> float:
-        """The sum of the absolute differences, by that of the values that differ."""
-        if not self.total:
-            return 0.0
-        return self.total / self.scale if self.scale and self.total < math.inf else math.inf
-
-    @property
-    def mean(self) -> float:
-        """The mean absolute difference of the elements that could be compared."""
-        compared = self.elements - self.nan
-        return self.total / compared if compared else 0.0
-
-    def __add__(self, other: Distance) -> Distance:
-        return Distance(
-            self.elements + other.elements,
-            self.changed + other.changed,
-            self.nan + other.nan,
-            max(self.largest, other.largest),
-            self.total + other.total,
-            self.scale + other.scale,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LeafComparison:
-    """One leaf in two checkpoints. None stands for a checkpoint without it."""
-
-    path: str
-    a: LeafDescription | None
-    b: LeafDescription | None
-    differs: tuple[str, ...] = ()
-    """The fields of `LeafDescription` that differ."""
-    distance: Distance | None = None
-    """None if the elements were not compared: not asked for, values, other shapes."""
-
-    @property
-    def state(self) -> str:
-        if self.a is None or self.b is None:
-            return "only in a" if self.b is None else "only in b"
-        return "different" if self.differs else "the same"
-
-    @property
-    def same(self) -> bool:
-        return self.state == "the same"
-
-
-@dataclass(frozen=True, slots=True)
-class LeafDescription:
-    """A leaf of one checkpoint: an array, or a value in `_METADATA`."""
-
-    kind: str
-    """The kind of array, or the type of a value."""
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-    sharding: str | None = None
-    value: str | None = None
-    same_as: str | None = None
-    """The first path of an array that has several."""
-    nbytes: int = 0
-
-    @property
-    def is_plain_array(self) -> bool:
-        return self.shape is not None and not self.kind.startswith("key")
-
-
-@dataclass(frozen=True, slots=True)
-class TreeComparison:
-    """All leaves of two checkpoints, in tree order, and containers of different kinds."""
-
-    a: str
-    b: str
-    leaves: tuple[LeafComparison, ...]
-    containers: tuple[tuple[str, str, str], ...]
-    """The path of each container that differs, and its kind in either checkpoint."""
-
-    @property
-    def same(self) -> bool:
-        return not self.containers and all(leaf.same for leaf in self.leaves)
-
-
-@dataclass(frozen=True, slots=True)
-class CompareOptions:
-    """Which differences count."""
-
-    patterns: Patterns = ()
-    """Patterns of the leaves to compare. Without any, all leaves are compared."""
-    rtol: float = 0.0
-    atol: float = 0.0
-    """Elements are alike if `|a - b| <= atol + rtol * |b|`, as in numpy."""
-    structure: bool = False
-    """True to compare names, shapes and dtypes only, and the types of values."""
-    ignore_sharding: bool = False
-
-
-def compare(a: Source, b: Source, options: CompareOptions) -> TreeComparison:
-    """Compare two checkpoints, leaf by leaf, and verify all bytes on the way."""
-    in_a, in_b = _values_by_path(a, options), _values_by_path(b, options)
-    pairs = {
-        path: (one.number, other.number)
-        for path, one in in_a.items()
-        if not options.structure
-        and isinstance(one, ArrayNumber)
-        and isinstance(other := in_b.get(path), ArrayNumber)
-        and a.saved.leaves[one.number].shape == b.saved.leaves[other.number].shape
-    }
-    measure = partial(_measure, options)
-    numbers = sorted({*pairs.values()})
-    distances = add_up("comparing", [a, b], numbers, measure, Distance(), progress)
-    leaves: list[LeafComparison] = []
-    for path in in_a | in_b:
-        one = _describe(a, path, in_a[path]) if path in in_a else None
-        other = _describe(b, path, in_b[path]) if path in in_b else None
-        distance = distances[pairs[path]] if path in pairs else None
-        unequal = {
-            aspect
-            for aspect in _ASPECTS
-            if one and other and getattr(one, aspect) != getattr(other, aspect)
-        }
-        if distance is not None and distance.changed:
-            unequal.add("value")
-        if options.ignore_sharding:
-            unequal.discard("sharding")
-        if options.structure and one and other:
-            unequal -= {"sharding", "value", "same_as"}
-            if one.is_plain_array and other.is_plain_array:
-                unequal.discard("kind")  # the library that the array belongs to
-        differs = tuple(aspect for aspect in _ASPECTS if aspect in unequal)
-        leaves.append(LeafComparison(path, one, other, differs, distance))
-    is_partial = bool(options.patterns) or options.structure
-    containers = () if is_partial else tuple(_containers(a, b))
-    return TreeComparison(a.location, b.location, tuple(leaves), containers)
-
-
-def _values_by_path(source: Source, options: CompareOptions) -> dict[str, Any]:
-    return {
-        leaf.path: leaf.value
-        for leaf in leaves_of(source.tree)
-        if not options.patterns or matches(options.patterns, leaf.path)
-    }
-
-
-# What is said of a leaf
-
-
-def _describe(source: Source, path: str, value: Any) -> LeafDescription:
-    if isinstance(value, Kept):
-        return LeafDescription("kept", value=value.name)
-    if isinstance(value, UnreadableLeaf):  # which is equal to nothing
-        return LeafDescription("lost", value=f"in {source.location}: {value.why}")
-    if not isinstance(value, ArrayNumber):
-        return LeafDescription(type(value).__name__, value=show_value(value))
-    leaf = source.saved.leaves[value.number]
-    return LeafDescription(
-        kind=f"key<{leaf.prng}>" if leaf.kind == "key" else leaf.kind,
-        dtype=leaf.dtype,
-        shape=leaf.shape,
-        sharding=show_sharding(leaf, source.saved.meshes, with_mesh=True),
-        same_as=None if leaf.path == path else leaf.path,
-        nbytes=leaf.nbytes if leaf.path == path else 0,
-    )
-
-
-# Elements
-
-
-def _measure(options: CompareOptions, a: Array, b: Array) -> Distance:
-    # Most arrays pass this quick test.
-    if a.dtype == b.dtype and bool((a.view(np.uint8) == b.view(np.uint8)).all()):
-        return Distance(a.size)
-    a, b = as_numbers(a), as_numbers(b)
-    unequal = a != b
-    if not unequal.any():
-        return Distance(a.size)
-    elements = a.size
-    a, b = a[unequal], b[unequal]
-    nan = 0
-    # What overflows here becomes an infinity, and is reported as one.
-    with np.errstate(over="ignore", invalid="ignore"):
-        if a.dtype.kind in "iu" and a.dtype == b.dtype:
-            # The difference of two integers may need a bit more than they have.
-            apart = np.where(a > b, a - b, b - a).view(np.uint64).astype(np.float64)
-            size = np.abs(b.astype(np.float64))
-        else:
-            kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-            a, b = a.astype(kind), b.astype(kind)
-            nan = int((np.isnan(a) != np.isnan(b)).sum())
-            comparable = ~(np.isnan(a) | np.isnan(b))
-            apart, size = np.abs(a - b)[comparable], np.abs(b)[comparable]
-        # An infinity is not near anything but itself, whatever the tolerance.
-        near = (apart <= options.atol + options.rtol * size) & np.isfinite(apart)
-        total, scale = float(apart.sum()), float(size.sum())
-    largest = float(apart.max(initial=0.0))
-    return Distance(elements, nan + int((~near).sum()), nan, largest, total, scale)
-
-
-# Containers
-
-
-def _containers(a: Source, b: Source) -> Iterator[tuple[str, str, str]]:
-    """Containers of different kinds, and empty ones that only one checkpoint has."""
-    in_a, in_b = dict(_walk(a.tree)), dict(_walk(b.tree))
-    for path in in_a | in_b:
-        one, is_empty = in_a.get(path, ("", False))
-        other, is_empty_too = in_b.get(path, ("", False))
-        if one != other and ((one and other) or is_empty or is_empty_too):
-            yield path or ".", one or "not there", other or "not there"
-
-
-def _walk(node: Branch | Leaf) -> Iterator[tuple[str, tuple[str, bool]]]:
-    if isinstance(node, Leaf):
-        return
-    path = node.path
-    kinds = [_name_kind(node)]
-    while node.kind in ("nnx", "variable") and node.children:
-        # A wrapper around one item, at the same path.
-        (item,) = node.children
-        if isinstance(item, Leaf):
-            yield path, (" of ".join(kinds), False)
-            return
-        node = item
-        kinds.append(_name_kind(node))
-    yield path, (" of ".join(kinds), not node.children)
-    for child in node.children:
-        yield from _walk(child)
-
-
-def _name_kind(node: Branch) -> str:
-    """The name of a container: `dict`, `tuple`, `namedtuple ScaleByAdamState`."""
-    return node.kind if node.cls is None else f"{node.kind} {node.cls[1]}"

@@ -13,10 +13,11 @@ from click.core import ParameterSource
 
 from ostraka.cli._arguments import AXES, RATE, SIZE, TIME, complete_words, json_option, option
 from ostraka.cli._output import echo_json, echo_lines, echo_text, with_schema
-from ostraka.errors import OstrakaError, store_error
+from ostraka.errors import OstrakaError, printable, store_error
 
 if TYPE_CHECKING:
     from ostraka.planner.time import Bandwidths
+    from ostraka.report.plan import PlanAnswer, PlanQuestion
 
 LIMIT_EXCEEDED = 3
 _LIST = ""
@@ -77,6 +78,11 @@ _LIST = ""
 @json_option("Print all of it as JSON.")
 @option("-o --output", "FILE", "Write the JSON to a file as well.")
 @option(
+    "--report",
+    "FILE",
+    "Write a page to look at instead, with sliders for the mesh, the dtype and the bandwidths.",
+)
+@option(
     "--names",
     "[NAMES]",
     "Alone: list the built-in models. Else: plan a directory of safetensors files as the leaves "
@@ -107,6 +113,7 @@ def plan(context: click.Context, **given: Any) -> None:
       ostraka plan my.models:make --mesh data=8 --rules fsdp --max-file 5GiB
       ostraka plan llama/ --names hf --mesh data=8
       ostraka plan gpt2 --mesh data=8 --compare "--rules dp" --compare "--mesh data=16"
+      ostraka plan llama-3.1-405b --mesh data=128,model=8 --optimizer adamw --report plan.html
     """
     if given["names"] == _LIST:
         from ostraka.families.catalog import MODELS
@@ -117,11 +124,12 @@ def plan(context: click.Context, **given: Any) -> None:
         raise click.MissingParameter(ctx=context, param=context.command.params[0])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is needed
     try:
-        document = _answer(context, given)
+        answers = _answer(context, given)
     except OstrakaError:
         raise
     except (ValueError, TypeError) as error:
         raise click.UsageError(str(error), context) from error
+    document = _document(given["source"], answers)
     text = json.dumps(with_schema(document), indent=1, allow_nan=False)
     if given["output"] is not None:
         try:
@@ -131,6 +139,8 @@ def plan(context: click.Context, **given: Any) -> None:
             raise store_error("write", given["output"], error) from error
     if given["as_json"]:
         echo_text(text)
+    elif given["report"] is not None:
+        _write_report(given["report"], given["source"], answers)
     else:
         from ostraka.cli._plan_tables import print_document
 
@@ -139,21 +149,33 @@ def plan(context: click.Context, **given: Any) -> None:
         context.exit(LIMIT_EXCEEDED)
 
 
-def _answer(context: click.Context, given: dict[str, Any]) -> dict[str, Any]:
-    from ostraka.planner.report import compare_plans
+def _write_report(output: str, source: str, answers: dict[str, PlanAnswer]) -> None:
+    from ostraka.cli._report import write_page
+    from ostraka.report.plan import describe_plans
+
+    document = describe_plans(source, answers)
+    write_page(output, f"plan of {printable(source)} – ostraka", [document])
+
+
+def _answer(context: click.Context, given: dict[str, Any]) -> dict[str, PlanAnswer]:
+    """The plan of each variant, by its title."""
     from ostraka.planner.time import Bandwidths, probe
+    from ostraka.report.plan import answer_plan
 
     probed = Bandwidths() if given["probed"] is None else probe(given["probed"])
     variants = {given["source"]: given}
     variants |= {text: _variant(context, given, text) for text in given["compare"]}
     if len(variants) <= len(given["compare"]):
         raise ValueError("two variants of --compare are the same")
-    documents = {
-        title: {"title": title, **_describe(options, probed)} for title, options in variants.items()
-    }
-    compared = compare_plans(documents) if len(documents) > 1 else []
-    found = list(documents.values())
-    return {"source": given["source"], "variants": found, "comparison": compared}
+    return {title: answer_plan(_question(own, probed)) for title, own in variants.items()}
+
+
+def _document(source: str, answers: dict[str, PlanAnswer]) -> dict[str, Any]:
+    from ostraka.planner.report import compare_plans
+
+    found = {title: {"title": title, **one.document} for title, one in answers.items()}
+    compared = compare_plans(found) if len(found) > 1 else []
+    return {"source": source, "variants": [*found.values()], "comparison": compared}
 
 
 def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[str, Any]:
@@ -170,7 +192,7 @@ def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[s
         for name, value in own.params.items()
         if own.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    for name in ("compare", "as_json", "output", "probed", "names"):
+    for name in ("compare", "as_json", "output", "report", "probed", "names"):
         if name in changed:
             raise ValueError(f"the variant {text!r} can't have options of the whole command")
     if len(changed) < 2:  # the source, and what is different
@@ -178,18 +200,16 @@ def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[s
     return {**given, **changed}
 
 
-def _describe(given: dict[str, Any], probed: Bandwidths) -> dict[str, Any]:
-    """The plan for the options of one variant, with the answers to their questions."""
-    from ostraka.planner.report import describe_plan
-    from ostraka.planner.sources import plan_source
+def _question(given: dict[str, Any], probed: Bandwidths) -> PlanQuestion:
+    """The options of one variant as a question."""
     from ostraka.planner.state import PlanOptions, mesh_of_sizes
     from ostraka.planner.time import Bandwidths
+    from ostraka.report.plan import PlanQuestion
 
     known = {field.name for field in fields(PlanOptions)}
     chosen = {n: value for n, value in given.items() if n in known and value is not None}
     if "mesh" in chosen:
         chosen["mesh"] = mesh_of_sizes(chosen["mesh"])
-    planned = plan_source(given["source"], PlanOptions(**chosen))
     bandwidths = Bandwidths(
         host_write=given["write_bandwidth"] or probed.host_write,
         host_read=given["read_bandwidth"] or probed.host_read,
@@ -204,4 +224,11 @@ def _describe(given: dict[str, Any], probed: Bandwidths) -> dict[str, Any]:
         raise ValueError("--onto-hosts goes with --onto, the mesh to restore onto")
     asked = {name: given[name] for name in ("onto_hosts", "keep", "max_file", "max_host_memory")}
     onto = list(map(mesh_of_sizes, given["onto"]))
-    return describe_plan(planned, bandwidths, onto=onto, mtbf_s=given["mtbf"], **asked)
+    return PlanQuestion(
+        given["source"],
+        PlanOptions(**chosen),
+        bandwidths,
+        onto=onto,
+        mtbf_s=given["mtbf"],
+        **asked,
+    )

@@ -56,7 +56,7 @@ def repair(
     consent = Consent(dry_run, yes)
     places = checkpoints_at(path)
     reports = [_repair(place, sources, dry_run=not yes) for place in places]
-    if not dry_run and not yes and (files := sum(len(report.mended) for report in reports)):
+    if not dry_run and not yes and (files := sum(len(report.repaired) for report in reports)):
         lines = [line for report in reports for line in _lines(report)]
         if consent.ask(f"rewrite {count_of(files, 'file')} in {path}", lines):
             reports = [_repair(place, sources, dry_run=False) for place in places]

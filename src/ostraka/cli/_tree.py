@@ -23,7 +23,14 @@ from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import CONFIG, Saved, Source
 from ostraka.reading.groups import PARAMETERS, Total, totals_by_group
-from ostraka.reading.show import show_dtype, show_sharding, show_writer, text_in
+from ostraka.reading.show import (
+    hosts_of,
+    show_dtype,
+    show_leaf_value,
+    show_sharding,
+    show_writer,
+    text_in,
+)
 from ostraka.tree.nodes import ArrayNumber, Kept, UnreadableLeaf, leaves_of, unescape
 
 if TYPE_CHECKING:
@@ -57,7 +64,9 @@ def rows_of(source: Source) -> list[LeafRow]:
     kinds: dict[tuple[object, ...], tuple[str, ...]] = {}
     for leaf in leaves_of(source.tree):
         if not isinstance(leaf.value, ArrayNumber):
-            rows.append(LeafRow(leaf.path, (leaf.path, *_shown(leaf.value)), value=leaf.value))
+            rows.append(
+                LeafRow(leaf.path, (leaf.path, *show_leaf_value(leaf.value)), value=leaf.value)
+            )
             continue
         number = leaf.value.number
         spec = saved.leaves[number]
@@ -72,15 +81,6 @@ def rows_of(source: Source) -> list[LeafRow]:
             kinds[kind] = show_dtype(spec), shape, sharding, human_size(spec.nbytes)
         rows.append(LeafRow(leaf.path, (leaf.path, *kinds[kind]), spec.nbytes, number=number))
     return rows
-
-
-def _shown(value: Any) -> tuple[str, str]:
-    """The type and the text of a value in the tree."""
-    if isinstance(value, Kept):  # A function or the like, which a template provides.
-        return "not saved", value.name
-    if isinstance(value, UnreadableLeaf):
-        return "lost", value.why
-    return type(value).__name__, shorten(printable(show_value(value)), _VALUE_WIDTH)
 
 
 def summed_up(rows: Sequence[LeafRow], depth: int) -> list[LeafRow]:
@@ -223,13 +223,6 @@ def _model_line(config: Any) -> list[str]:
     names: list[Any] = listed if isinstance(listed, list) else []
     known = ", ".join(shorten(n, _VALUE_WIDTH) for n in names[:3] if isinstance(n, str))
     return [f"model: {printable(kind)}{f' ({printable(known)})' if known else ''}"]
-
-
-def hosts_of(saved: Saved) -> dict[int, str]:
-    """The host of each process that saved. Empty if `_METADATA` has no valid list of them."""
-    found: Any = saved.writer.get("hosts")
-    hosts: list[Any] = found if isinstance(found, list) else []
-    return dict(enumerate(hosts)) if all(isinstance(host, str) for host in hosts) else {}
 
 
 def files_table(source: Source) -> list[str]:

@@ -104,14 +104,14 @@ def _table(reports: Sequence[integrity.VerifyReport]) -> list[str]:
         if report.ok:
             table.add(report.path, "intact", "0", "0", "0", "")
             continue
-        hurt = ["_METADATA"]
+        affected = ["_METADATA"]
         if report.files:
-            hurt = [
+            affected = [
                 f"{len(report.damaged_files)} of {report.files}",
                 f"{len(report.damaged_leaves)} of {report.leaves}",
                 shorten(", ".join(map(str, report.damaged_processes)), 30),
             ]
-        table.add(report.path, "damaged", f"{len(report.problems)}", *hurt, colour="red")
+        table.add(report.path, "damaged", f"{len(report.problems)}", *affected, colour="red")
     return table.lines()
 
 

@@ -144,17 +144,17 @@ class VerifyReport:
         return f"all files are there, {self.proven} proven to be as they were saved"
 
     def _in_brief(self) -> str:
-        """`3 problems: 2 of 8 shard files, written by process 2 on node7, 12 of 40 leaves hurt`."""
+        """`1 problem: 1 of 8 shard files, written by process 2 on n7, 2 of 40 leaves affected`."""
         names = [file.rpartition("/")[2] for file in self.damaged_files]
         others = [name for name in names if not name.startswith("shard_")]
         said = others[:2] + ([f"{len(others) - 2} more"] if len(others) > 2 else [])
-        if hurt_files := len(names) - len(others):
-            said.insert(0, f"{hurt_files} of {count_of(self.files, 'shard file')}")
+        if shard_files := len(names) - len(others):
+            said.insert(0, f"{shard_files} of {count_of(self.files, 'shard file')}")
         if writers := list(dict.fromkeys(p.writer for p in self.problems if p.writer)):
             more = f" and {len(writers) - 3} more" if len(writers) > 3 else ""
             said.append(f"written by {', '.join(writers[:3])}{more}")
-        if hurt := self.damaged_leaves:
-            said.append(f"{len(hurt)} of {count_of(self.leaves, 'leaf')} hurt")
+        if affected := self.damaged_leaves:
+            said.append(f"{len(affected)} of {count_of(self.leaves, 'leaf')} affected")
         if self.unchecked:
             said.append(f"{count_of(len(self.unchecked), 'file')} can't be checked")
         return f"{count_of(len(self.problems), 'problem')}: {', '.join(said)}"
@@ -203,7 +203,7 @@ ANOTHER_COPY = "pass another copy of this save as sources="
 
 
 @dataclass(frozen=True, slots=True)
-class MendedFile:
+class RepairedFile:
     """A file that was lost or damaged, and is complete again.
 
     Attributes:
@@ -227,8 +227,8 @@ class MendedFile:
         return f"{self.file}{leaves}: {self.found}; from {', '.join(self.origins)}"
 
 
-RepairResult = MendedFile | Problem
-"""A lost file that was mended, or the reason why it could not be."""
+RepairResult = RepairedFile | Problem
+"""A lost file that was repaired, or the reason why it could not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class RepairReport:
     Attributes:
         path: The location of the checkpoint.
         dry_run: True if nothing was written.
-        mended: Files that were repaired.
+        repaired: Files that were repaired.
         problems: Damage that could not be repaired, and the reasons.
         notes: Other remarks.
         bytes_read: Bytes that all processes read.
@@ -248,7 +248,7 @@ class RepairReport:
 
     path: str
     dry_run: bool
-    mended: tuple[MendedFile, ...]
+    repaired: tuple[RepairedFile, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     bytes_read: int
@@ -267,11 +267,11 @@ class RepairReport:
         return "\n".join([head, *(f"  {line}" for line in self.lines())])
 
     def _in_brief(self) -> str:
-        if not self.mended and self.ok:
-            done = "nothing to mend"
+        if not self.repaired and self.ok:
+            done = "nothing to repair"
         else:
-            verb = "would be mended" if self.dry_run else "mended"
-            done = f"{count_of(len(self.mended), 'file')} {verb}"
+            verb = "would be repaired" if self.dry_run else "repaired"
+            done = f"{count_of(len(self.repaired), 'file')} {verb}"
         if self.problems:
             done += f", {count_of(len(self.problems), 'problem')} left"
         return done
@@ -288,22 +288,22 @@ class RepairReport:
             self.path,
             html.facts(entries),
             html.sentences("problem", [p.explain() for p in self.problems], is_open=True),
-            html.sentences("repaired file", [str(file) for file in self.mended]),
+            html.sentences("repaired file", [str(file) for file in self.repaired]),
             html.sentences("note", self.notes),
         )
 
     def lines(self) -> list[str]:
         """One line for each file, problem and note."""
-        return [*map(str, self.mended), *(f"left: {p}" for p in self.problems), *self.notes]
+        return [*map(str, self.repaired), *(f"left: {p}" for p in self.problems), *self.notes]
 
     def describe(self) -> dict[str, Any]:
         """Return the report as JSON."""
         return {**asdict(self), "ok": self.ok}
 
 
-def decode_mended(encoded: Sequence[Any]) -> list[MendedFile]:
+def decode_repaired(encoded: Sequence[Any]) -> list[RepairedFile]:
     """Return the files that other processes sent as JSON."""
     return [
-        MendedFile(file, found, tuple(leaves), tuple(origins), nbytes, process)
+        RepairedFile(file, found, tuple(leaves), tuple(origins), nbytes, process)
         for file, found, leaves, origins, nbytes, process in encoded
     ]

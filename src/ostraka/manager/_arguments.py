@@ -68,6 +68,14 @@ def check_seconds(name: str, seconds: float | None) -> float | None:
     return number
 
 
+def check_share(name: str, share: float) -> float:
+    """Return a number between 0 and 1."""
+    given: Any = share
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 1:
+        raise ValueError(f"{name} is {_shown(share)}; it must be more than 0 and less than 1")
+    return float(share)
+
+
 def check_function(name: str, function: Any) -> Any:
     """Return a function, or None."""
     if function is not None and not callable(function):

@@ -31,6 +31,7 @@ from ostraka.manager._arguments import (
     check_on_interrupt,
     check_on_preemption,
     check_seconds,
+    check_share,
     check_step,
 )
 from ostraka.manager._keep import Best, check_best, check_keep
@@ -80,7 +81,10 @@ class Manager:
 
     Args:
         root: The directory of the run, as a path, a URL or a store.
-        every: Save at multiples of this number of steps.
+        every: Save at multiples of this number of steps. With `"auto"` the manager measures what a
+            save costs the loop, and chooses the interval: within `overhead`, or Daly's optimum if
+            you pass `mtbf_s`. It logs its choice, and `advice` has it.
+        overhead: For `every="auto"` without `mtbf_s`, the share of the time that saves may cost.
         every_s: Save when this many seconds have passed since the last save.
         at: Save at these steps.
         when: Save if this function of the step returns True. Process 0 calls it.
@@ -100,6 +104,10 @@ class Manager:
         asynchronous: Save in the background. The next call raises the error of a failed save.
         compress: The compression of saves, as in `ostraka.save`.
         parity: The parity files of saves, as in `ostraka.save`.
+        if_running: When a step is due while the save of an earlier one still runs, `"wait"` for
+            that, `"skip"` this step, or `"cancel"` the earlier save. A save that took the place of
+            a cancelled one is not cancelled itself, so that some step is always committed. A forced
+            step, and the last one on preemption, always wait.
         read_only: Never write, except for the lease of `watch`.
         if_busy: While another manager writes to the directory, `"wait"` waits for it and says so in
             the log, and `"raise"` raises Busy.
@@ -123,7 +131,8 @@ class Manager:
         self,
         root: PathLike,
         *,
-        every: int | None = None,
+        every: int | Literal["auto"] | None = None,
+        overhead: float = 0.01,
         every_s: float | None = None,
         at: Iterable[int] = (),
         when: Callable[[int], bool] | None = None,
@@ -139,6 +148,7 @@ class Manager:
         asynchronous: bool = True,
         compress: CompressRule = None,
         parity: int = 0,
+        if_running: Literal["wait", "skip", "cancel"] = "wait",
         read_only: bool = False,
         if_busy: Literal["wait", "raise"] = "wait",
         mtbf_s: float | None = None,
@@ -146,10 +156,17 @@ class Manager:
     ):
         if if_busy not in ("wait", "raise"):
             raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "raise"')
+        if if_running not in ("wait", "skip", "cancel"):
+            raise ValueError(f'if_running is {if_running!r}; it must be "wait", "skip" or "cancel"')
         self._on_preemption = check_on_preemption(on_preemption)
         saves_on_interrupt = check_on_interrupt(on_interrupt, self._on_preemption)
         self._root = Root(root)
-        self._schedule = Schedule(every, every_s, at, when)
+        share = check_share("overhead", overhead) if every == "auto" else None
+        self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s), overhead=share)
+        self._schedule = Schedule(every, every_s, at, when, self._meter.left_s)
+        self._if_running = if_running
+        self._has_cancelled = False
+        """True if the running save took the place of a cancelled one."""
         self._keep = check_keep(keep, keep_every, keep_every_s, keep_best, keep_if)
         self._mirror_every = check_count("mirror_every", mirror_every)
         copies = open_mirror(self._root, mirror, self._mirror_every)
@@ -161,7 +178,6 @@ class Manager:
         self._parity = parity
         self._read_only = read_only
         self._on_record = check_function("on_record", on_record)
-        self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s))
         self._mirror: Mirror | None = None
         if copies is not None and not read_only:
             self._mirror = Mirror(
@@ -295,6 +311,8 @@ class Manager:
         self._meter.enter(number)
         is_last_call = self._is_last_call(number)
         due = self._schedule.is_due(number) or is_last_call or force
+        if due and self._if_running != "wait" and not (is_last_call or force):
+            due = self._make_way(number)
         if due:
             options = SaveOptions(
                 metadata=with_metrics(metadata, metrics, number),
@@ -734,7 +752,8 @@ class Manager:
             "mirror": None if copies is None else copies.location,
             "mirror_every": self._mirror_every,
             "on_preemption": repr(self._on_preemption),
-            "every": schedule.every,
+            "every": "auto" if schedule.is_auto else schedule.every,
+            "if_running": self._if_running,
             "every_s": schedule.every_s,
             "at": sorted(schedule.at),
             "when": None if schedule.when is None else "a function",
@@ -816,6 +835,20 @@ class Manager:
             )
 
     # One save
+
+    def _make_way(self, step: int) -> bool:
+        """Return False if a step is skipped for a running save. Otherwise none runs any more."""
+        if not self._pending.is_running_anywhere():
+            self._has_cancelled = False
+            return True
+        if self._if_running == "skip":
+            log.info("step %d is skipped: the save of step %s still runs", step, self._begun)
+            return False
+        if not self._has_cancelled:
+            log.info("the save of step %s is cancelled in favour of step %d", self._begun, step)
+            self._pending.cancel()
+        self._has_cancelled = not self._has_cancelled
+        return True
 
     def _is_last_call(self, step: int) -> bool:
         """Return True if the run is being preempted, and no step was saved because of it yet."""

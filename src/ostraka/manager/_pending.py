@@ -45,6 +45,15 @@ class PendingSave:
     def is_running(self) -> bool:
         return self._handle is not None and not self._handle.done()
 
+    def is_running_anywhere(self) -> bool:
+        """Return True on all processes if the save still runs on any of them."""
+        return agree("look at the running save", self.is_running(), any)
+
+    def cancel(self) -> None:
+        """Give the running save up, on all processes. An error of its own is raised later."""
+        if self._handle is not None and self._handle.cancel():
+            self._handle = None
+
     def raise_if_failed(self) -> None:
         """Raise the save's error if it has failed by now and was not raised here yet."""
         if self._handle is None or self._is_raised or not self._handle.done():

@@ -92,7 +92,7 @@ class Places:
         if "problems" not in found:
             return found["step"]
         damaged = Damaged(found["path"], problems_from_json(found["problems"]))
-        hint = f"no step in {self} can be read: mend one, or delete them all to begin anew"
+        hint = f"no step in {self} can be read: repair one, or delete them all to begin anew"
         damaged.args = (f"{damaged}; {hint}",)
         raise damaged
 

@@ -185,7 +185,7 @@ def _describe_interval(times: Times, mtbf_s: float | None) -> Document | None:
 
 # Several variants
 
-_CONTESTS = (
+CONTESTS = (
     ("total_bytes", "bytes in all"),
     ("host_bytes.most", "bytes on the busiest host"),
     ("host_bytes.skew", "even load"),
@@ -197,6 +197,7 @@ _CONTESTS = (
     ("restore.duration_s", "time to restore"),
     ("recovery.lost_host.sole_bytes", "bytes that are lost with a host"),
 )
+"""The numbers that are better when smaller: the keys on the way to each, and its name."""
 
 
 _ALIKE = 0.01
@@ -209,7 +210,7 @@ def compare_plans(documents: Mapping[str, Document]) -> list[Document]:
     Numbers within a hundredth of the least count as equal to it. If all are equal, none is best.
     """
     rows: list[Document] = []
-    for key, title in _CONTESTS:
+    for key, title in CONTESTS:
         numbers: dict[str, Any] = {}
         for name, document in documents.items():
             found: Any = document

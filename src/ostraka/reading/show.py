@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ostraka.common.text import shorten
+from ostraka.common.text import shorten, show_value
+from ostraka.errors import printable
+from ostraka.formats.source import Saved
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec, show_partition
 from ostraka.sharding.leaves import without_trailing
+from ostraka.tree.nodes import Kept, UnreadableLeaf
 
 _MOST_CHARACTERS = 60
 
@@ -41,6 +44,22 @@ def show_writer(writer: Mapping[str, Any]) -> str:
     by = f"{when} by {text_in(writer, 'library') or f'ostraka {version}'}"
     jax = text_in(writer, "jax")
     return f"{by} with jax {jax}" if jax else by
+
+
+def show_leaf_value(value: Any) -> tuple[str, str]:
+    """The type and the text of a leaf that is no array."""
+    if isinstance(value, Kept):  # A function or the like, which a template provides.
+        return "not saved", value.name
+    if isinstance(value, UnreadableLeaf):
+        return "lost", value.why
+    return type(value).__name__, shorten(printable(show_value(value)), _MOST_CHARACTERS)
+
+
+def hosts_of(saved: Saved) -> dict[int, str]:
+    """The host of each process that saved. Empty if `_METADATA` has no valid list of them."""
+    found: Any = saved.writer.get("hosts")
+    hosts: list[Any] = found if isinstance(found, list) else []
+    return dict(enumerate(hosts)) if all(isinstance(host, str) for host in hosts) else {}
 
 
 def text_in(document: Mapping[str, Any], name: str) -> str:

@@ -76,7 +76,7 @@ def add_up(
         ]
         nbytes = sum(array.nbytes for column in read for array in column.values())
         sums = [
-            reduce(add, starmap(measure, _slices_of([column[at] for column in read])), zero)
+            reduce(add, starmap(measure, slices_of([column[at] for column in read])), zero)
             for at in range(len(batch))
         ]
         return list(zip(batch, sums, strict=True)), nbytes
@@ -127,7 +127,7 @@ def _pieces_of(source: Source, leaf: int) -> Iterator[Box]:
             yield from _box.bands(cell, cell, max_elements)
 
 
-def _slices_of(arrays: Sequence[Array]) -> Iterator[tuple[Array, ...]]:
+def slices_of(arrays: Sequence[Array]) -> Iterator[tuple[Array, ...]]:
     """Arrays of one shape, flat, some elements at a time."""
     flat = [array.reshape(-1) for array in arrays]
     for start in range(0, flat[0].size, _ELEMENTS_AT_A_TIME):
@@ -184,7 +184,8 @@ class Statistics:
         return self.finite == self.count
 
 
-def _summarize(elements: Array) -> Statistics:
+def summarize(elements: Array) -> Statistics:
+    """The statistics of some elements."""
     values = as_numbers(elements)
     magnitudes = np.abs(values) if values.dtype.kind == "c" else values
     numbers = magnitudes[~np.isnan(magnitudes)]
@@ -202,7 +203,7 @@ def _summarize(elements: Array) -> Statistics:
 def statistics_of(
     source: Source,
     leaves: Iterable[int],
-    measure: Callable[[Array], Statistics] = _summarize,
+    measure: Callable[[Array], Statistics] = summarize,
     progress: Progress = unseen,
 ) -> dict[int, Statistics]:
     """The statistics of some leaves, by their numbers. `measure` returns those of some elements."""

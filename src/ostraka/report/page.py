@@ -8,6 +8,7 @@ Content-Security-Policy allows just this script and this style.
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import html
 import json
@@ -39,7 +40,7 @@ def render(page: Page) -> str:
 <body>
 <noscript>This page needs JavaScript. ostraka show, ls and plan print the same numbers.</noscript>
 <main id="page"></main>
-<script type="application/json" id="data">{embed(page)}</script>
+{_data(page)}
 <script type="module">{_script()}</script>
 </body>
 </html>
@@ -61,6 +62,19 @@ def embed(document: Any) -> str:
     """A document as JSON that can stand in a script element. Raises ValueError for NaN."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+_PLAIN_BYTES = 256 << 10
+"""Longer JSON is compressed. Browsers decompress it by themselves."""
+
+
+def _data(page: Page) -> str:
+    """The element with the documents."""
+    text = embed(page)
+    if len(text) <= _PLAIN_BYTES:
+        return f'<script type="application/json" id="data">{text}</script>'
+    packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return f'<script type="application/gzip" id="data">{packed}</script>'
 
 
 @cache

@@ -10,15 +10,19 @@ import os
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from logging import ERROR, INFO
 from typing import Literal
 
 from ostraka.common.progress import Count
 from ostraka.common.record import Record, logger
 from ostraka.common.threads import Ending, after_fork, at_exit
-from ostraka.errors import Busy, describe
+from ostraka.errors import Busy, SaveCancelled, describe
 from ostraka.processes.operation import Operation, ProcessFailed
 
 # pyright: reportPrivateUsage=false
+
+CANCELLED = "it was cancelled"
+"""The reason of a save that the program itself gave up."""
 
 
 class SaveHandle:
@@ -34,7 +38,7 @@ class SaveHandle:
         >>> handle.wait()
     """
 
-    def __init__(self, path: str, progress: Count, give_up: Callable[[], None]):
+    def __init__(self, path: str, progress: Count, give_up: Callable[[str], None]):
         self.path = path
         self.record: Record | None = None
         self._progress = progress
@@ -80,6 +84,20 @@ class SaveHandle:
         self._is_error_seen = True
         return self._error
 
+    def cancel(self) -> bool:
+        """Give the save up, unless it is committed, and wait for its end.
+
+        With several processes, one call cancels the save on all of them. The files at the path stay
+        unchanged, and the new files are removed.
+
+        Returns:
+            True if the save was cancelled. False if it is committed, or has failed before.
+        """
+        self._refuse_own_thread()
+        if not self.done():
+            self._give_up(CANCELLED)
+        return isinstance(self.exception(), SaveCancelled)
+
     @property
     def bytes_written(self) -> int:
         """The bytes that this process has written so far."""
@@ -116,7 +134,8 @@ class SaveHandle:
             said = describe(error)
             if self.path not in said:
                 said = f"saving {self.path} failed: {said}"
-            logger.error("in the background, %s", said)
+            is_wanted = isinstance(error, SaveCancelled)
+            logger.log(INFO if is_wanted else ERROR, "in the background, %s", said)
         finally:
             self._thread = None
             self._ended.set()
@@ -270,7 +289,7 @@ def _wait_at_exit() -> None:
         current._wait_for_end()
     except (KeyboardInterrupt, SystemExit):
         with suppress(KeyboardInterrupt, SystemExit):
-            current._give_up()
+            current._give_up("it was interrupted, and gave the save up")
             current._wait_for_end()
 
 

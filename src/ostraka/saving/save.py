@@ -25,7 +25,7 @@ from ostraka.common.progress import Count, shown
 from ostraka.common.record import OnRecord, Record, Stopwatch, call_safely, report
 from ostraka.common.threads import paused_gc
 from ostraka.common.units import size_bytes
-from ostraka.errors import Damaged, InvalidTree, SaveFailed, SourceChanged, describe
+from ostraka.errors import Damaged, InvalidTree, SaveCancelled, SaveFailed, SourceChanged, describe
 from ostraka.layout.casts import DtypeRule, check_dtype_rule
 from ostraka.layout.codec import CompressRule, check_compress
 from ostraka.layout.plan_parity import check_parity
@@ -35,7 +35,14 @@ from ostraka.saving._commit import commit
 from ostraka.saving._write import write_shards
 from ostraka.saving._write_parity import ParityCompanion
 from ostraka.saving.agree import RunningSave, SaveHooks, agree
-from ostraka.saving.background import SaveHandle, give_back, one_at_a_time, run_in_background, slot
+from ostraka.saving.background import (
+    CANCELLED,
+    SaveHandle,
+    give_back,
+    one_at_a_time,
+    run_in_background,
+    slot,
+)
 from ostraka.saving.capture import Captured, capture, hold
 from ostraka.saving.place import Place
 from ostraka.storage import PathLike, open_store, refuse_swapped
@@ -222,8 +229,7 @@ def begin_save(
         ending, handle = ExitStack(), None
         try:
             running = ending.enter_context(_entered(path, options, hooks, watch))
-            give_up = partial(running.operation.give_up, "it was interrupted, and gave the save up")
-            handle = SaveHandle(str(path), running.progress, give_up)
+            handle = SaveHandle(str(path), running.progress, running.operation.give_up)
             with paused_gc():
                 captured = _capture(running, take_apart)
                 # An error may be kept for long, and would keep the values with it.
@@ -268,7 +274,8 @@ def _entered(
             operation.wait_until_left()
             place.discard()
         if isinstance(error, ProcessFailed):
-            raise SaveFailed(str(path), error.process, error.reason) from error.__cause__
+            kind = SaveCancelled if error.reason == CANCELLED else SaveFailed
+            raise kind(str(path), error.process, error.reason) from error.__cause__
         if isinstance(error, OSError) and is_begun and not isinstance(error, _SOURCE_ERRORS):
             raise SaveFailed(str(path), None, describe(error)) from error
         raise

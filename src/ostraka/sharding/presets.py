@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ostraka.errors import InvalidSharding, nearest
 from ostraka.layout.spec import MeshSpec, Partition
-from ostraka.sharding._roles import Cut, find_cuts
 from ostraka.sharding.leaves import Leaves, ShapedLeaf
+from ostraka.sharding.roles import Cut, find_cuts
 from ostraka.sharding.rules import Fill, Preset
 
 FSDP_AXES = ("fsdp", "data", "dp")

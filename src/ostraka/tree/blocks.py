@@ -41,6 +41,12 @@ def separator_of(paths: Iterable[str]) -> str:
     return "/" if has_levels else "."
 
 
+def split_number(name: str) -> tuple[str, int, str] | None:
+    """The texts before and after the last number of a name, around it. None without a number."""
+    found = _NUMBERED.fullmatch(name)
+    return None if found is None else (found[1], int(found[2]), found[3])
+
+
 def fold_blocks(
     paths: Sequence[str], kinds: Sequence[Hashable], separator: str | None = None
 ) -> Block:

@@ -217,7 +217,7 @@ class Parities:
                 what = MISSING if size is None else other_size(size, file.size)
                 problems[Problem(name, what)] = None
         head = f"checkpoint {store.location} is read with the help of its parity"
-        head += f" (`ostraka repair {store.location}` mends it)"
+        head += f" (repair it with `ostraka repair {store.location}`)"
         warn_caller(DegradedRead(headed_list(head, list(map(str, problems)))))
 
     def _is_there(self) -> bool:

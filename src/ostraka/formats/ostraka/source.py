@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -105,14 +105,22 @@ class OstrakaSource:
 
     def boxes_of(self, leaf: int) -> list[StoredBox]:
         owners = set(self.metadata.layouts[self.metadata.leaves[leaf].layout].owners)
+        return self.boxes_on({leaf}, owners).get(leaf, [])
+
+    def boxes_on(
+        self, leaves: Collection[int], devices: Collection[int]
+    ) -> dict[int, list[StoredBox]]:
+        """The boxes of some leaves that some devices wrote, by the number of the leaf."""
         with damage_on_contradiction(self.store):
-            contents = shard_contents(self.metadata, owners, self.shards.allowance())
-        return sorted(
-            self._stored_box(file, entry, entries[-1].offset + entries[-1].nbytes)
-            for file, entries in contents.values()
-            for entry in entries
-            if entry.leaf == leaf
-        )
+            contents = shard_contents(self.metadata, devices, self.shards.allowance())
+        found: dict[int, list[StoredBox]] = {}
+        for file, entries in contents.values():
+            data_bytes = entries[-1].offset + entries[-1].nbytes
+            for entry in entries:
+                if entry.leaf in leaves:
+                    box = self._stored_box(file, entry, data_bytes)
+                    found.setdefault(entry.leaf, []).append(box)
+        return {leaf: sorted(boxes) for leaf, boxes in found.items()}
 
     def _stored_box(self, file: FileEntry, entry: Entry, data_bytes: int) -> StoredBox:
         start, stop = entry.offset, entry.offset + entry.nbytes

@@ -30,7 +30,7 @@ from ostraka.formats.ostraka.rebuild import Rebuild
 from ostraka.formats.ostraka.shard_reader import ShardFile
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.formats.ostraka.source import open_ostraka
-from ostraka.integrity._report import ANOTHER_COPY, MendedFile, RepairResult
+from ostraka.integrity._report import ANOTHER_COPY, RepairedFile, RepairResult
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata, shard_contents
 from ostraka.layout.parity_file import ParityFile
@@ -373,7 +373,7 @@ def open_or_say(store: Store, name: str) -> FileReader | str:
         return loss or "it is not a file"
 
 
-def mend(
+def repair_shard(
     job: RepairJob, origins: Sequence[Origin], shard: SavedShard, lost: LostFile
 ) -> RepairResult:
     """Replace a file atomically, or say why that is impossible. Until then it stays unchanged."""
@@ -395,9 +395,9 @@ def mend(
                 if writer is not None:
                     writer.write(block.file_start, [data])
     except Absent as error:
-        return Problem(shard.name, f"{lost.found}, and can't be mended: {error}", leaves)
+        return Problem(shard.name, f"{lost.found}, and can't be repaired: {error}", leaves)
     by = tuple(used) or ("what is left of it",)
-    return MendedFile(shard.name, lost.found, leaves, by, size, job.process)
+    return RepairedFile(shard.name, lost.found, leaves, by, size, job.process)
 
 
 def _read_again(job: RepairJob, reader: FileReader, block: Block) -> Any:
@@ -456,7 +456,7 @@ def find_lost_parity(job: RepairJob, shards: Shards, file: ParityFile, *, is_sum
     return ""
 
 
-def mend_parity(job: RepairJob, shards: Shards, file: ParityFile, found: str) -> RepairResult:
+def repair_parity(job: RepairJob, shards: Shards, file: ParityFile, found: str) -> RepairResult:
     """Make a parity file again from its group, which is complete, and replace it atomically."""
     assert shards.parities is not None
     name, at = shards.name_of(file), 0
@@ -469,6 +469,6 @@ def mend_parity(job: RepairJob, shards: Shards, file: ParityFile, found: str) ->
                 at += len(piece)
     except Damaged as error:
         why = "; ".join(map(str, error.problems))
-        return Problem(name, f"{found}, and can't be mended: {why}")
+        return Problem(name, f"{found}, and can't be repaired: {why}")
     job.bytes_read.add(sum(member.size for member in shards.parities.members_of(file.group)))
-    return MendedFile(name, found, (), ("its group",), file.size, job.process)
+    return RepairedFile(name, found, (), ("its group",), file.size, job.process)

@@ -3,7 +3,7 @@
 A repair reads every byte of the others anyway. A pass compares and adds up each piece while it is
 in the cache of a core, and compares and writes the result at once. So it reads every byte once, and
 the disk writes while the next piece is read. The pass ends as soon as a byte is damaged. Then files
-are mended block by block.
+are repaired block by block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged
 from ostraka.formats.ostraka.damage import BytesLost, Comparison
 from ostraka.formats.ostraka.rebuild import Column, Parities
-from ostraka.integrity._report import MendedFile
+from ostraka.integrity._report import RepairedFile
 from ostraka.integrity.repair._files import (
     PARITY,
     RepairJob,
@@ -48,15 +48,15 @@ _MOST_RANGE_BYTES = 256 << 20
 class PassResult:
     """The outcome of all passes."""
 
-    mended: list[MendedFile] = field(default_factory=list[MendedFile])
+    repaired: list[RepairedFile] = field(default_factory=list[RepairedFile])
     whole: set[str] = field(default_factory=set[str])
-    """Names of complete shard files, the mended ones included."""
+    """Names of complete shard files, the repaired ones included."""
     sums: set[str] = field(default_factory=set[str])
     """Names of parity files whose parity is right. Their other blocks were not read."""
 
 
-def mend_groups(job: RepairJob, saved: SavedFiles, unknown: Collection[int]) -> PassResult:
-    """Mend all missing files of groups that have enough parity. Others are left unchanged.
+def repair_groups(job: RepairJob, saved: SavedFiles, unknown: Collection[int]) -> PassResult:
+    """Repair all missing files of groups that have enough parity. Others are left unchanged.
 
     The indexes of `unknown` processes are lost.
     """
@@ -69,7 +69,7 @@ def mend_groups(job: RepairJob, saved: SavedFiles, unknown: Collection[int]) -> 
         writers = {saved.metadata.process_of[f.device] for f in parities.members_of(number)}
         with suppress(BytesLost, Damaged):  # The next stages report it.
             if writers.isdisjoint(unknown) and (group := _look_at(job, saved, parities, number)):
-                _mend_group(job, group, result)
+                _repair_group(job, group, result)
     return result
 
 
@@ -140,7 +140,7 @@ def _read_sums(parities: Parities, file: ParityFile) -> _GroupFile:
     return _GroupFile(column.name, column, moved)
 
 
-def _mend_group(job: RepairJob, group: _Group, result: PassResult) -> None:
+def _repair_group(job: RepairJob, group: _Group, result: PassResult) -> None:
     """Make the lost files of a group again. Raises BytesLost if one pass is not enough."""
     with ExitStack() as stack:
         for file in (*group.members.values(), *group.sums.values()):
@@ -158,8 +158,8 @@ def _mend_group(job: RepairJob, group: _Group, result: PassResult) -> None:
     for file in group.lost.values():
         shard, size = file.shard, file.shard.entry.size
         leaves = shard.leaves(range(len(shard.blocks)))
-        mended = MendedFile(shard.name, file.found, leaves, (PARITY,), size, job.process)
-        result.mended.append(mended)
+        repaired = RepairedFile(shard.name, file.found, leaves, (PARITY,), size, job.process)
+        result.repaired.append(repaired)
         result.whole.add(shard.name)
     result.whole.update(file.name for file in group.members.values())
     result.sums.update(file.name for file in group.sums.values())

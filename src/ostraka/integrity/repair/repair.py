@@ -31,7 +31,7 @@ from ostraka.formats.ostraka.damage import MISSING, damage_on_contradiction, dam
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.formats.source import names_in
 from ostraka.formats.unknown import is_committed
-from ostraka.integrity._report import MendedFile, RepairReport, RepairResult, decode_mended
+from ostraka.integrity._report import RepairedFile, RepairReport, RepairResult, decode_repaired
 from ostraka.integrity.repair._descriptions import OWN, find_index, find_metadata
 from ostraka.integrity.repair._files import (
     CopyOrigin,
@@ -44,10 +44,10 @@ from ostraka.integrity.repair._files import (
     SavedShard,
     find_lost,
     find_lost_parity,
-    mend,
-    mend_parity,
+    repair_parity,
+    repair_shard,
 )
-from ostraka.integrity.repair._parity_pass import PassResult, mend_groups
+from ostraka.integrity.repair._parity_pass import PassResult, repair_groups
 from ostraka.layout import shard_file as _format
 from ostraka.layout.file_names import steps_among
 from ostraka.layout.metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
@@ -182,15 +182,15 @@ def _run_stages(job: RepairJob, make_live: _MakeLive | None) -> RepairReport:
             directory = _format.shards_directory(saved.metadata.id)
             for name in find_temporaries(job.store, directory):  # of a repair that was killed
                 job.place.delete(name)
-        results, unknown = _mend_indexes(job, saved)
+        results, unknown = _repair_indexes(job, saved)
         done = PassResult()
         if not saved.copies and saved.live is None:  # Nothing is better than parity.
-            done = mend_groups(job, saved, unknown)
-            results += done.mended
+            done = repair_groups(job, saved, unknown)
+            results += done.repaired
         problems, lost = _find_lost(job, saved, unknown, done.whole)
         results += problems
-        results += _mend_files(job, saved, lost)
-        results += _mend_parity(job, saved, results, done.sums)
+        results += _repair_files(job, saved, lost)
+        results += _repair_parity(job, saved, results, done.sums)
     return _finish(job, saved, results)
 
 
@@ -217,7 +217,7 @@ def _agree_on_metadata(job: RepairJob, make_live: _MakeLive | None) -> SavedFile
     return SavedFiles(found, data, metadata, shards, contents, copies, live, origins)
 
 
-def _mend_indexes(job: RepairJob, saved: SavedFiles) -> tuple[list[RepairResult], set[int]]:
+def _repair_indexes(job: RepairJob, saved: SavedFiles) -> tuple[list[RepairResult], set[int]]:
     """Get lost indexes back. Also returns the processes whose index stays lost."""
     mine: list[Any] = []
     for process in filter(job.has_share, sorted(saved.metadata.indexes)):
@@ -248,12 +248,12 @@ def _mend_indexes(job: RepairJob, saved: SavedFiles) -> tuple[list[RepairResult]
                 why = "not all of its shards are whole, here or in a copy, to make it again from"
                 if saved.metadata.version >= _format.COMPRESSED_VERSION:
                     why = "only a copy or parity can give the index of compressed files"
-                results.append(Problem(name, f"{found}, and can't be mended: {why}"))
+                results.append(Problem(name, f"{found}, and can't be repaired: {why}"))
                 texts.append(None)
                 continue
             data, origin = got
             job.put(name, data)
-            results.append(MendedFile(name, found, (), (origin,), len(data), 0))
+            results.append(RepairedFile(name, found, (), (origin,), len(data), 0))
             texts.append(data.decode())
         return texts
 
@@ -299,12 +299,14 @@ def _find_lost(
     return problems, [LostFile(d, p, what, decode_runs(blocks)) for d, p, what, blocks in lost]
 
 
-def _mend_files(job: RepairJob, saved: SavedFiles, lost: Sequence[LostFile]) -> list[RepairResult]:
+def _repair_files(
+    job: RepairJob, saved: SavedFiles, lost: Sequence[LostFile]
+) -> list[RepairResult]:
     if not lost:
         return []
     shares = zip(lost, _assign(job, saved, lost), strict=True)
     return run_all(
-        lambda one: mend(job, saved.origins, saved.shard(one.device, one.part), one),
+        lambda one: repair_shard(job, saved.origins, saved.shard(one.device, one.part), one),
         [one for one, process in shares if process == job.process],
         threads=job.store.traits.at_once,
         stop=StopSignal(),
@@ -337,16 +339,16 @@ def _assign(job: RepairJob, saved: SavedFiles, lost: Sequence[LostFile]) -> list
     return job.operation.exchange("share", covered, decide)
 
 
-def _mend_parity(
+def _repair_parity(
     job: RepairJob, saved: SavedFiles, results: Sequence[RepairResult], summed: Collection[str]
 ) -> list[RepairResult]:
-    """Mend parity files, after the indexes and shards that they are made of."""
+    """Repair parity files, after the indexes and shards that they are made of."""
     if saved.shards.parities is None:
         return []
-    # The groups are complete once every process has mended its own files, and only then.
+    # The groups are complete once every process has repaired its own files, and only then.
     mine = sum(isinstance(result, Problem) for result in results)
     problems = job.operation.exchange("shards", mine, sum)
-    mended: list[RepairResult] = []
+    repaired: list[RepairResult] = []
     for file in saved.shards.parities.parity.files:
         if not job.has_share(file.process):
             continue
@@ -356,25 +358,25 @@ def _mend_parity(
         if not found:
             continue
         if not job.dry_run:
-            mended.append(mend_parity(job, saved.shards, file, found))
+            repaired.append(repair_parity(job, saved.shards, file, found))
         elif problems:
-            mended.append(Problem(name, found))
+            repaired.append(Problem(name, found))
         else:
-            mended.append(MendedFile(name, found, (), ("its group",), file.size, job.process))
-    return mended
+            repaired.append(RepairedFile(name, found, (), ("its group",), file.size, job.process))
+    return repaired
 
 
 def _finish(job: RepairJob, saved: SavedFiles, results: Sequence[RepairResult]) -> RepairReport:
     """Write `_METADATA` if it was lost, last of all, and report the results of all processes."""
 
     def decide(posts: list[Any]) -> dict[str, Any]:
-        mended = decode_mended(_join([post["mended"] for post in posts]))
+        repaired = decode_repaired(_join([post["repaired"] for post in posts]))
         problems = list(problems_from_json(_join([post["problems"] for post in posts])))
         written_before = job.bytes_written.done
-        notes = _mend_metadata(job, saved, mended, problems)
+        notes = _repair_metadata(job, saved, repaired, problems)
         written = job.bytes_written.done - written_before
         return {
-            "mended": list(map(astuple, sorted(mended, key=lambda file: file.file))),
+            "repaired": list(map(astuple, sorted(repaired, key=lambda file: file.file))),
             "problems": problems_to_json(problems),
             "notes": notes,
             "read": sum(post["read"] for post in posts),
@@ -382,7 +384,7 @@ def _finish(job: RepairJob, saved: SavedFiles, results: Sequence[RepairResult]) 
         }
 
     mine = {
-        "mended": [astuple(one) for one in results if isinstance(one, MendedFile)],
+        "repaired": [astuple(one) for one in results if isinstance(one, RepairedFile)],
         "problems": problems_to_json([one for one in results if isinstance(one, Problem)]),
         "read": job.bytes_read.done,
         "written": job.bytes_written.done,
@@ -391,7 +393,7 @@ def _finish(job: RepairJob, saved: SavedFiles, results: Sequence[RepairResult]) 
     return RepairReport(
         path=job.store.location,
         dry_run=job.dry_run,
-        mended=tuple(decode_mended(answer["mended"])),
+        repaired=tuple(decode_repaired(answer["repaired"])),
         problems=problems_from_json(answer["problems"]),
         notes=tuple(answer["notes"]),
         bytes_read=answer["read"],
@@ -400,8 +402,8 @@ def _finish(job: RepairJob, saved: SavedFiles, results: Sequence[RepairResult]) 
     )
 
 
-def _mend_metadata(
-    job: RepairJob, saved: SavedFiles, mended: list[MendedFile], problems: list[Problem]
+def _repair_metadata(
+    job: RepairJob, saved: SavedFiles, repaired: list[RepairedFile], problems: list[Problem]
 ) -> list[str]:
     """On process 0, write `_METADATA` and its copy if they were lost. Returns notes for the report.
 
@@ -418,7 +420,7 @@ def _mend_metadata(
             job.place.commit(data, {})
             job.bytes_written.add(len(data))
         origin = job.copies[found.copy].location if found.copy >= 0 else found.name
-        mended.append(MendedFile(METADATA_NAME, found.found, (), (origin,), len(data), 0))
+        repaired.append(RepairedFile(METADATA_NAME, found.found, (), (origin,), len(data), 0))
         if not found.was_committed:
             notes.append(
                 f"{METADATA_NAME} was lost, or this save was never committed: which of the "
@@ -435,7 +437,7 @@ def _mend_metadata(
         if copy != data:
             why = MISSING if copy is None else f"it is not a copy of {METADATA_NAME}"
             job.put(name, data)
-            mended.append(MendedFile(name, why, (), (METADATA_NAME,), len(data), 0))
+            repaired.append(RepairedFile(name, why, (), (METADATA_NAME,), len(data), 0))
     return notes
 
 

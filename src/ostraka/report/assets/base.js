@@ -45,6 +45,16 @@ export function visible(text) {
     (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
+/** The contents of the page. Long ones are compressed. */
+export async function readPage() {
+  const element = document.getElementById("data"), text = element.textContent;
+  if (element.type === "application/json") return JSON.parse(text);
+  const packed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  element.remove();
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
 // Numbers, in the same words as the command
 
 export function formatBytes(count) {

@@ -1,6 +1,6 @@
 // Puts the documents of the page on the screen: tabs, theme, and the connection to a board.
 
-import { formatAge, formatTime, h, hideTip, replaceAll, themeButton } from "./base.js";
+import { formatAge, formatTime, h, hideTip, readPage, replaceAll, themeButton } from "./base.js";
 import { drawCheckpoint } from "./checkpoint.js";
 import { drawComparison } from "./comparison.js";
 import { drawPlan } from "./plan.js";
@@ -9,7 +9,7 @@ import { drawRun } from "./run.js";
 const DRAW = { run: drawRun, checkpoint: drawCheckpoint, comparison: drawComparison, plan: drawPlan };
 const KINDS = { run: "Run", checkpoint: "Checkpoint", comparison: "Comparison", plan: "Plan" };
 
-const page = JSON.parse(document.getElementById("data").textContent);
+const page = await readPage();
 const root = document.getElementById("page");
 
 function titleOf(found) {

@@ -73,7 +73,7 @@ def test_any_one(saved: Path, tmp_path: Path):
     for name in members(saved)[::3]:
         place = lose(saved, tmp_path / name, [name])
         report = ostraka.repair(place)
-        assert [(f.nbytes, f.origins) for f in report.mended] == [
+        assert [(f.nbytes, f.origins) for f in report.repaired] == [
             (len(next(v for k, v in before.items() if k.endswith(name))), ("parity",))
         ]
         assert contents(place) == before
@@ -86,10 +86,10 @@ def test_any_two(saved: Path, tmp_path: Path):
     sums = sorted(f.name for f in saved.glob("shards-*/parity_*"))[:1]
     for lost in itertools.islice(itertools.combinations([*members(saved), *sums], 2), 0, None, 11):
         place = lose(saved, tmp_path / "-".join(lost), lost)
-        mended = ostraka.repair(place).mended
-        assert len(mended) == 2
+        repaired = ostraka.repair(place).repaired
+        assert len(repaired) == 2
         # In one pass, that is: block by block, headers would be from `_METADATA`.
-        assert {f.origins for f in mended} <= {("parity",), ("its group",)}
+        assert {f.origins for f in repaired} <= {("parity",), ("its group",)}
         assert contents(place) == before
         shutil.rmtree(place)
 
@@ -109,15 +109,15 @@ def test_nothing_is_read_twice(saved: Path, tmp_path: Path, count: int):
 @pytest.mark.usefixtures("ranges")
 @pytest.mark.parametrize("other", ["shard", "parity"])
 def test_another_file_is_damaged_too(saved: Path, tmp_path: Path, other: str):
-    """The pass is given up; both files are mended by what is left."""
+    """The pass is given up; both files are repaired by what is left."""
     one = members(saved)[2]
     place = lose(saved, tmp_path / "c", [one])
     there = sorted(place.glob(f"shards-*/{other}_*"))
     damaged = there[-1] if other == "shard" else there[0]
     flip(damaged, damaged.stat().st_size // 2)
     report = ostraka.repair(place)
-    mended = sorted(f.file.rpartition("/")[2] for f in report.mended)
-    assert mended == sorted([one, damaged.name])
+    repaired = sorted(f.file.rpartition("/")[2] for f in report.repaired)
+    assert repaired == sorted([one, damaged.name])
     assert contents(place) == contents(saved)
 
 
@@ -127,7 +127,7 @@ def test_a_parity_file_whose_end_is_damaged(saved: Path, tmp_path: Path):
     place = lose(saved, tmp_path / "c", [members(saved)[0]])
     parities = sorted(place.glob("shards-*/parity_*"))
     flip(parities[0], 20)
-    assert parities[0].name in {f.file.rpartition("/")[2] for f in ostraka.repair(place).mended}
+    assert parities[0].name in {f.file.rpartition("/")[2] for f in ostraka.repair(place).repaired}
     assert contents(place) == before
 
 
@@ -137,13 +137,13 @@ def test_a_dry_run_says_what_a_repair_writes(saved: Path, tmp_path: Path):
     said = ostraka.repair(place, dry_run=True)
     assert contents(place) == before
     done = ostraka.repair(place)
-    assert said.mended == done.mended
-    assert sum(f.nbytes for f in said.mended) == done.bytes_written
+    assert said.repaired == done.repaired
+    assert sum(f.nbytes for f in said.repaired) == done.bytes_written
 
 
 def test_what_is_in_the_way_is_replaced(saved: Path, tmp_path: Path):
     name = members(saved)[1]
     place = lose(saved, tmp_path / "c", [name])
     next(place.glob("shards-*")).joinpath(name).symlink_to("/etc/hostname")
-    assert [f.found for f in ostraka.repair(place).mended] != []
+    assert [f.found for f in ostraka.repair(place).repaired] != []
     assert contents(place) == contents(saved)

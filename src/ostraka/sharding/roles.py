@@ -112,6 +112,11 @@ def find_cuts(leaves: Leaves, *, column: Collection[str] = (), row: Collection[s
     return _Model(leaves, column, row).cuts()
 
 
+def roles_of(leaves: Leaves) -> dict[str, Role | None]:
+    """Return the role of the layer of each leaf, by path. None if its name does not tell."""
+    return _Model(leaves, (), ()).roles()
+
+
 @dataclass(frozen=True, slots=True)
 class _NamedLeaf:
     """A leaf with the names on its path: above the layer, of the layer, and its own."""
@@ -161,6 +166,9 @@ class _Model:
         return found | self._separate_biases(found)
 
     # What a layer does
+
+    def roles(self) -> dict[str, Role | None]:
+        return {leaf.path: self._role(leaf) for leaf in self._leaves}
 
     def _role(self, leaf: _NamedLeaf) -> Role | None:
         layer = leaf.layer
