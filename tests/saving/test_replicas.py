@@ -118,3 +118,13 @@ def test_a_background_save_compares_the_captured_values(tmp_path: Path):
     with pytest.raises(ostraka.errors.ReplicasDiffer, match="nothing was saved") as caught:
         handle.wait()
     check_named(caught.value, device, replicas)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 4), (4, 2)])
+def test_thousands_of_flips_are_found(processes: int, devices: int, tmp_path: Path, figures: Any):
+    rounds = 3334
+    given = {"processes": processes, "devices_per_process": devices, "timeout_s": 7200.0}
+    done = run_processes(work, str(tmp_path), rounds, **given)
+    assert [one.value for one in done] == [rounds] * processes
+    figures.add("flips found before the commit", rounds)
