@@ -174,6 +174,7 @@ def test_timeline_is_read_back():
     watch = Stopwatch(phases={"capture": 0.5, "write": 2.0}, blocked_s=0.75)
     reports = [(5, 1.0), (7, 2.0)]
     found = read_timeline({"timeline": timeline(watch, summarize(reports), reports)})
+    assert found is not None
     assert found == Timeline({"capture": 0.5, "write": 2.0}, 0.75, 12, tuple(reports))
     assert (found.total_s, found.background_s) == (2.5, 1.75)
 
