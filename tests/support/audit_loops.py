@@ -356,7 +356,7 @@ def grain_loop() -> Loop:
     base = adam()
 
     def make() -> State:
-        rows = np.random.default_rng(0).standard_normal((400, 8)).astype(np.float32)
+        rows: Any = np.random.default_rng(0).standard_normal((400, 8)).astype(np.float32)
         data = grain.MapDataset.source(rows).shuffle(seed=3).to_iter_dataset().batch(16)
         return {**base.make(), "data": iter(data)}
 
@@ -411,7 +411,7 @@ def equinox_loop() -> Loop:
 
 
 def haiku_loop() -> Loop:
-    import haiku as hk
+    import haiku as hk  # pyright: ignore[reportMissingImports]
 
     net = hk.transform(lambda inputs: hk.nets.MLP([16, 1])(inputs))  # noqa: PLW0108
     tx = optax.adam(0.01)

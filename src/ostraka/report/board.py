@@ -67,6 +67,7 @@ class Board:
         self.listeners = threading.BoundedSemaphore(_MOST_LISTENERS)
         self._readers = threading.BoundedSemaphore(_MOST_READERS)
         self._names = _names_of(host)
+        self._is_address = is_loopback_address if is_loopback(host) else _is_address
         try:
             self._server = _Server((host, port), self)
         except OSError as error:
@@ -115,7 +116,7 @@ class Board:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        return name.lower() in self._names or _is_address(name)
+        return name.lower() in self._names or self._is_address(name)
 
     def answer(self, path: str, query: Mapping[str, str]) -> Any:
         """The JSON of a request. Raises Refusal, OstrakaError or KeyError."""
@@ -128,10 +129,9 @@ class Board:
             # A board reads the values of one array at a time, when somebody looks at it.
             return self._read(lambda: describe_checkpoint(place, values=False))
         if path == "/api/leaf":
-            from ostraka.report import checkpoint
+            from ostraka.report.checkpoint import describe_leaf_at
 
             place, leaf = self._step(query, "path"), query.get("leaf", "")
-            describe_leaf_at: Any = getattr(checkpoint, "describe_leaf_at")  # noqa: B009
             return self._read(lambda: describe_leaf_at(place, leaf))
         if path == "/api/compare":
             from ostraka.report.comparison import describe_comparison
@@ -157,7 +157,7 @@ class Board:
 
 
 def _names_of(host: str) -> frozenset[str]:
-    """The names that a browser may call this machine by. Addresses are always allowed."""
+    """The names that a browser may call this machine by."""
     names = {"localhost", host}
     if not is_loopback(host):
         names |= {socket.gethostname(), socket.getfqdn()}
@@ -174,9 +174,14 @@ def _is_address(name: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """True if only programs on this machine can reach a host."""
+    return host == "localhost" or is_loopback_address(host)
+
+
+def is_loopback_address(name: str) -> bool:
+    """True for addresses such as 127.0.0.1 and ::1."""
     with suppress(ValueError):
-        return ip_address(host).is_loopback
-    return host == "localhost"
+        return ip_address(name).is_loopback
+    return False
 
 
 class _Server(ThreadingHTTPServer):
