@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int
         yield root, port
 
 
-def ask(
-    port: int, path: str, *, method: str = "GET", **headers: str
-) -> tuple[int, Mapping[str, str], Any]:
+def ask(port: int, path: str, *, method: str = "GET", **headers: str) -> tuple[int, Message, Any]:
     """The status, headers and JSON of an answer. Names of headers have `_` for `-`."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     named = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -128,10 +128,9 @@ class Board:
             # A board reads the values of one array at a time, when somebody looks at it.
             return self._read(lambda: describe_checkpoint(place, values=False))
         if path == "/api/leaf":
-            from ostraka.report import checkpoint
+            from ostraka.report.checkpoint import describe_leaf_at
 
             place, leaf = self._step(query, "path"), query.get("leaf", "")
-            describe_leaf_at: Any = getattr(checkpoint, "describe_leaf_at")  # noqa: B009
             return self._read(lambda: describe_leaf_at(place, leaf))
         if path == "/api/compare":
             from ostraka.report.comparison import describe_comparison
