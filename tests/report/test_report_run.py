@@ -232,6 +232,18 @@ def test_the_file_says_who_writes(tmp_path: Path):
     assert found["advice"]["interval_s"] > 0
 
 
+def test_an_automatic_interval(tmp_path: Path):
+    fill(tmp_path, 1, every="auto", overhead=0.01)
+    found = describe_run(tmp_path)
+    assert found["rules"] is not None
+    assert (found["rules"]["every"], found["rules"]["saves"]) == (
+        "auto",
+        "as often as the advice says",
+    )
+    assert found["advice"] is not None
+    assert "of the time for saves" in found["advice"]["text"]
+
+
 def test_readers_write_no_file(tmp_path: Path):
     fill(tmp_path, 1)
     (tmp_path / "_RUN").unlink()
@@ -272,6 +284,8 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], byt
         changed(lambda document: document["rules"].update(keep_best={"metric": 1})),
         changed(lambda document: document["rules"].update(keep_best={"metric": "x", "mode": []})),
         changed(lambda document: document.update(advice={"saves": "many"})),
+        changed(lambda document: document.update(advice={"saves": 1, "interval_s": 5})),
+        changed(lambda document: document["rules"].update(every="often")),
         changed(lambda document: document.update(mirror={"waiting": ["x"]})),
     ],
 )

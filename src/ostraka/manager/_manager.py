@@ -819,7 +819,7 @@ class Manager:
     def _rules(self) -> RunRules:
         schedule, keep, mirror = self._schedule, self._keep, self._places.mirror
         return RunRules(
-            schedule.every,
+            "auto" if schedule.is_auto else schedule.every,
             schedule.every_s,
             tuple(sorted(schedule.at)),
             schedule.when is not None,

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from ostraka.common.record import logger as log
 from ostraka.common.threads import at_exit
@@ -42,7 +42,7 @@ _WAIT_S = 10.0
 class RunRules:
     """When a Manager saves, what it keeps and what it mirrors, as plain values."""
 
-    every: int | None = None
+    every: int | Literal["auto"] | None = None
     every_s: float | None = None
     at: tuple[int, ...] = ()
     when: bool = False
@@ -121,7 +121,7 @@ def decode_run_file(data: bytes) -> RunFile:
     advice, mirror = document.get("advice"), document.get("mirror")
     return RunFile(
         RunRules(
-            check_count("every", rules.get("every")),
+            "auto" if rules.get("every") == "auto" else check_count("every", rules.get("every")),
             check_seconds("every_s", rules.get("every_s")),
             tuple(sorted(check_steps("at", _list("at", rules.get("at", ()))))),
             bool(rules.get("when")),
@@ -184,7 +184,7 @@ def _best(given: Any) -> Best | None:
 
 def _advice(given: Mapping[str, Any]) -> Advice:
     steps = given.get("interval_steps")
-    return Advice(
+    found = Advice(
         check_count("saves", given.get("saves")) or 0,
         _time("blocked_s", given.get("blocked_s")) or 0.0,
         _time("slowdown_s", given.get("slowdown_s")) or 0.0,
@@ -192,7 +192,11 @@ def _advice(given: Mapping[str, Any]) -> Advice:
         _time("mtbf_s", given.get("mtbf_s")),
         _time("interval_s", given.get("interval_s")),
         check_count("interval_steps", steps),
+        _time("overhead", given.get("overhead")),
     )
+    if found.interval_s is not None and found.mtbf_s is None and found.overhead is None:
+        raise ValueError("advice has an interval without mtbf_s and without overhead")
+    return found
 
 
 def _mirror(given: Mapping[str, Any]) -> MirrorStatus:

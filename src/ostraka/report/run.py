@@ -313,7 +313,9 @@ def _advice(run_file: RunFile | None) -> dict[str, Any] | None:
 def _say(rules: RunRules) -> dict[str, str]:
     """The rules in words: when it saves, and what it keeps."""
     saves, keeps, best = list[str](), list[str](), rules.keep_best
-    if rules.every is not None:
+    if rules.every == "auto":
+        saves.append("as often as the advice says")
+    elif rules.every is not None:
         saves.append(_every(rules.every))
     if rules.every_s is not None:
         saves.append(f"every {rules.every_s:g} s")
