@@ -51,7 +51,12 @@ GUIDES = [
     *("docs/start/shard.md", "docs/howto/another-mesh.md", "docs/howto/training-loop.md"),
     *("docs/howto/preemption.md", "docs/howto/audit.md", "docs/howto/logging.md", "docs/faq.md"),
     *("docs/howto/convert-and-merge.md", "docs/howto/evaluate.md", "docs/howto/finetune.md"),
-    *("docs/howto/hugging-face.md", "docs/howto/lora.md", "docs/howto/data.md"),
+    *(
+        "docs/howto/hugging-face.md",
+        "docs/howto/lora.md",
+        "docs/howto/data.md",
+        "docs/howto/look.md",
+    ),
     *("docs/from/orbax.md", "docs/from/flax-training.md", "docs/from/pytorch.md"),
     "docs/from/equinox.md",
 ]

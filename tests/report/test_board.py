@@ -439,6 +439,8 @@ def test_a_board_while_a_run_goes_on(browser: Any, tmp_path: Path):
 
 
 def test_a_board_without_a_run_yet(browser: Any, tmp_path: Path):
+    browser.open("about:blank")
+    complaints(browser, own="")  # forget those of the page before, whose board has ended
     with board_of(tmp_path / "none") as (_, port):
         open_page(browser, f"http://127.0.0.1:{port}/?token={TOKEN}")
         text = "document.getElementById('page').textContent.includes('No step is here yet')"
