@@ -216,6 +216,11 @@ def test_bands_tile_the_box_and_their_runs_are_short(data):
     assert starts == sorted(starts)
 
 
+def test_bands_of_two_elements_are_cut_too():
+    whole = ((0, 1), (0, 2))
+    assert list(_box.bands(whole, whole, 1)) == [((0, 1), (0, 1)), ((0, 1), (1, 2))]
+
+
 def test_bands_end_where_blocks_of_rows_end():
     box, whole = ((128, 256), (3, 9)), ((0, 1024), (0, 16))
     bands = list(_box.bands(box, whole, 45 * 16, 21 * 16))
