@@ -1,7 +1,5 @@
 """`into=` updates the tree that the caller holds, whatever its containers are."""
 
-import subprocess
-import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, MutableMapping
@@ -20,6 +18,8 @@ from flax.training.train_state import TrainState
 
 import ostraka
 from ostraka.errors import Damaged, InvalidTree, Mismatch, PartialRestore
+from ostraka.testing import run_processes
+from peaks import extra_bytes
 
 
 class Pair(NamedTuple):
@@ -251,32 +251,20 @@ def test_old_arrays_are_freed(tmp_path: Path):
     assert not [leaf for leaf in old if leaf() is not None]
 
 
-PEAK = """
-import re, sys
-from pathlib import Path
-import jax.numpy as jnp
-import ostraka
-
-path, how, layers, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-
-def memory(name):
-    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
-
-def make(value, layers, size):
-    arrays = [jnp.full((size,), value + n, jnp.float32) for n in range(layers)]
+def make_large(layers: int, size: int) -> dict[str, Any]:
+    arrays = [jnp.full((size,), float(n), jnp.float32) for n in range(layers)]
     half = layers // 2
-    return {"params": dict(zip(map(str, range(half)), arrays)), "moments": ({"m": arrays[half:]},)}
+    params = {str(n): array for n, array in enumerate(arrays[:half])}
+    return {"params": params, "moments": ({"m": arrays[half:]},)}
 
-state = make(0.0, layers, size)
-ostraka.save(path, state)
-small = make(0.0, 2, 4)
-ostraka.save(path + "-small", small)  # what a first call loads is not what is measured
-ostraka.restore(path + "-small", into=small)
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-before = memory("VmRSS")
-other = ostraka.restore(path, **{how: state})
-print(memory("VmHWM") - before)
-"""
+
+def measure_restore(path: str, how: str, layers: int, size: int) -> int:
+    state, small = make_large(layers, size), make_large(2, 4)
+    ostraka.save(path, state)
+    ostraka.save(path + "-small", small)  # what a first call loads is not what is measured
+    ostraka.restore(path + "-small", into=small)
+    kept: list[Any] = []
+    return extra_bytes(lambda: kept.append(ostraka.restore(path, **{how: state})))
 
 
 def test_dicts_and_lists_in_place_never_hold_two_models(tmp_path: Path):
@@ -284,8 +272,9 @@ def test_dicts_and_lists_in_place_never_hold_two_models(tmp_path: Path):
     state_bytes = layers * size * 4
 
     def run(how: str) -> int:
-        command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), how, str(layers), str(size)]
-        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        path = str(tmp_path / "c")
+        (result,) = run_processes(measure_restore, path, how, layers, size, processes=1)
+        return result.value
 
     assert run("into") < 0.6 * state_bytes
     assert run("like") > 0.9 * state_bytes

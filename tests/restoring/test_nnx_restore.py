@@ -1,9 +1,6 @@
 """Restoring NNX: from what, into what, which parts, under which names, as which dtypes."""
 
 import gc
-import json
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from nnx_models import Block, Sharded, assert_same, bits, make_block, make_optimizer, train, trained
 from ostraka.errors import Mismatch, PartialRestore
+from ostraka.testing import run_processes
+from peaks import extra_bytes
 
 
 def mesh_of(*sizes: int) -> Any:
@@ -266,31 +265,16 @@ def test_in_place_keeps_what_the_checkpoint_lacks(tmp_path: Path):
     assert bits(target.layer) == bits(Tables(0).layer)
 
 
-PEAK = """
-import json, re, sys
-from pathlib import Path
-import jax, jax.numpy as jnp
-from flax import nnx
-import ostraka
-
-path, how, layers, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-
-def memory(name):
-    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
-
-def make(value):
-    return nnx.List([nnx.Param(jnp.full((size,), value + n, jnp.float32)) for n in range(layers)])
-
-model = make(0.0)
-ostraka.save(path, model)
-small = nnx.List([nnx.Param(jnp.zeros(4))])
-ostraka.save(path + "-small", small)  # what a first call loads is not what is measured
-ostraka.restore(path + "-small", into=small)
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-before = memory("VmRSS")
-other = ostraka.restore(path, **{how: model})
-print(json.dumps(memory("VmHWM") - before))
-"""
+def measure_restore(path: str, how: str, layers: int, size: int) -> int:
+    values = [jnp.full((size,), float(n), jnp.float32) for n in range(layers)]
+    model = nnx.List([nnx.Param(value) for value in values])
+    del values
+    ostraka.save(path, model)
+    small = nnx.List([nnx.Param(jnp.zeros(4))])
+    ostraka.save(path + "-small", small)  # what a first call loads is not what is measured
+    ostraka.restore(path + "-small", into=small)
+    kept: list[Any] = []
+    return extra_bytes(lambda: kept.append(ostraka.restore(path, **{how: model})))
 
 
 def test_in_place_never_holds_two_models(tmp_path: Path):
@@ -298,12 +282,13 @@ def test_in_place_never_holds_two_models(tmp_path: Path):
     layers, size = 32, 1 << 20  # 128 MiB in all
     state_bytes = layers * size * 4
 
-    def run(how: str) -> str:
-        command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), how, str(layers), str(size)]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    def run(how: str) -> int:
+        path = str(tmp_path / "c")
+        (result,) = run_processes(measure_restore, path, how, layers, size, processes=1)
+        return result.value
 
-    assert json.loads(run("into")) < 0.6 * state_bytes
-    assert json.loads(run("like")) > 0.9 * state_bytes
+    assert run("into") < 0.6 * state_bytes
+    assert run("like") > 0.9 * state_bytes
 
 
 # Parts
