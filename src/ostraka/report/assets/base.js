@@ -86,7 +86,8 @@ export function formatNumber(value, digits = 6) {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en-US");
-  const text = value.toPrecision(digits);
+  // As Python's %g: small numbers have an exponent, which is shorter than their zeros.
+  const text = Math.abs(value) < 1e-4 ? value.toExponential(digits - 1) : value.toPrecision(digits);
   return text.includes("e") ? text.replace(/\.?0+e/, "e") : text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 
@@ -125,6 +126,11 @@ export function decode(column, row) {
 
 export function card(title, ...children) {
   return h("section", { class: "card", "aria-label": title }, h("h2", {}, title), ...children);
+}
+
+/** A path that may break behind each of its names. */
+export function breakable(path) {
+  return path.split(/(?<=[/.])/).map((name, n) => [n ? h("wbr", {}) : null, name]);
 }
 
 /** Names and values in two columns. Values may be elements. Those without a value are left out. */
