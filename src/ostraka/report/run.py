@@ -371,7 +371,7 @@ def _notes(
     damaged = [row["step"] for row in rows if row["state"] == "damaged"]
     if damaged:
         notes.append(
-            f"{count_of(len(damaged), 'step')} can't be used ({list_steps(damaged)}): ostraka verify "
-            "lists the damage, and ostraka repair repairs what it can."
+            f"{count_of(len(damaged), 'step')} can't be used ({list_steps(damaged)}): ostraka "
+            "verify lists the damage, and ostraka repair repairs what it can."
         )
     return notes

@@ -61,15 +61,19 @@ export function formatBytes(count) {
   if (count === null || count === undefined) return "unknown";
   if (count < 1024) return `${count} B`;
   const power = Math.min(Math.floor(Math.log2(count) / 10), 6);
-  // Ties go to the even digit, as in Python: the page and the command print the same.
-  const tenths = count / 1024 ** power * 10, below = Math.floor(tenths);
-  const rounded = tenths - below === 0.5 ? below + below % 2 : Math.round(tenths);
-  return `${(rounded / 10).toFixed(1)} ${" KMGTPE"[power]}iB`;
+  return `${formatFixed(count / 1024 ** power, 1)} ${" KMGTPE"[power]}iB`;
+}
+
+/** As Python's `:.0f` and `:.1f`: ties go to the even digit, so that page and command agree. */
+function formatFixed(value, digits) {
+  const step = digits ? 0.5 : 1, below = Math.floor(value * 10 ** digits);
+  const isTie = value % step === step / 2;
+  return (isTie ? (below + below % 2) / 10 ** digits : value).toFixed(digits);
 }
 
 export function formatSeconds(seconds) {
   if (seconds === null || seconds === undefined) return "unknown";
-  if (seconds < 60) return seconds < 1 ? `${(seconds * 1000).toFixed(0)} ms` : `${seconds.toFixed(1)} s`;
+  if (seconds < 60) return seconds < 1 ? `${formatFixed(seconds * 1000, 0)} ms` : `${formatFixed(seconds, 1)} s`;
   const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
   const parts = [[Math.floor(hours / 24), "d"], [hours % 24, "h"], [minutes % 60, "min"]];
   const first = parts.findIndex(([number]) => number);
