@@ -9,8 +9,7 @@ import click
 from ostraka.cli._arguments import option, path_argument
 from ostraka.cli._output import echo
 from ostraka.errors import printable
-from ostraka.report.steps import open_root
-from ostraka.storage import open_store
+from ostraka.report.steps import await_root
 
 
 def _token(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -54,8 +53,7 @@ def board(directory: str, port: int, host: str, token: str | None) -> None:
     """
     from ostraka.report.board import Board, is_loopback
 
-    if open_store(directory).exists():
-        open_root(directory)
+    await_root(directory)
     served = Board(directory, host=host, port=port, token=token)
     echo(f"{printable(served.location)}")
     echo(served.url)
