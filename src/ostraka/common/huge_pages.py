@@ -92,9 +92,7 @@ def map_huge(nbytes: int) -> Array | None:
 
     It has none before `ask`. The pages before its beginning are never touched.
     """
-    if _madvise is None or nbytes < HUGE_BYTES or len(_mappings) >= _MOST_MAPPINGS:
-        return None
-    if not _free.has(nbytes):
+    if _madvise is None or len(_mappings) >= _MOST_MAPPINGS or not _free.has(nbytes):
         return None
     mapping = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=_PRIVATE)
     _mappings.add(mapping)

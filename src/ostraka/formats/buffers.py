@@ -226,9 +226,10 @@ def recycled_or_fresh(nbytes: int, recycled: _recycle.Recycled | None) -> Array:
 
 def aligned(nbytes: int) -> Array:
     """Fresh memory, aligned so that JAX takes it without a copy."""
-    memory = huge_pages.map_huge(nbytes)
-    if memory is not None:
-        return memory
+    if nbytes >= huge_pages.HUGE_BYTES:
+        memory = huge_pages.map_huge(nbytes)
+        if memory is not None:
+            return memory
     if nbytes >= _ADVISED_BYTES and _PRIVATE:
         # numpy would ask for huge pages even where the kernel has to make them first: a restore is
         # several times slower then.
