@@ -23,7 +23,7 @@ from cli_runs import run
 from nnx_models import make_block, make_optimizer
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, PathInTheWay
 from ostraka.integrity.repair._descriptions import usual_e_tag
-from ostraka.storage import MemoryStore, Traits, open_store
+from ostraka.storage import MemoryStore, Traits, is_claim, open_store
 from ostraka.storage.requests import PART_BYTES
 from ostraka.testing import FaultyStore
 from places import Place, copy_tree, flip, names_of, remove_tree
@@ -460,6 +460,18 @@ def test_one_writer_at_a_time(path: Path, made: Path):
     gate.open()
     first.join()
     assert contents(path) == contents(made)
+
+
+def test_a_repair_that_was_taken_for_dead_replaces_nothing(path: Path, made: Path):
+    index(path).unlink()
+
+    def take_it_for_dead(verb: str, name: str) -> None:
+        for claim in filter(is_claim, names_of(path) if verb == "put" else ()):
+            (path / claim).unlink()
+
+    with pytest.raises(Busy, match="took this one for dead"):
+        ostraka.repair(FaultyStore(path, before=take_it_for_dead, has_locks=False), sources=made)
+    assert not list(path.glob("shards-*/process_*.json"))
 
 
 @pytest.mark.parametrize("by", ["repair", "gc"])
