@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import example, given, settings
+from hypothesis import example as of_note
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,7 +54,7 @@ paths = st.text(
 @given(
     st.lists(st.integers(0, 2)) | st.lists(st.integers(-5, 5) | st.integers(-(1 << 60), 1 << 60))
 )
-@example([2, 1, 0, -1])  # none of the small numbers that many lists share
+@of_note([2, 1, 0, -1])  # none of the small numbers that many lists share
 def test_runs_decode_to_what_was_encoded(numbers):
     runs = encode_runs(numbers)
     assert decode_runs(runs) == tuple(numbers)
