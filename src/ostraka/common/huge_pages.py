@@ -94,7 +94,10 @@ def map_huge(nbytes: int) -> Array | None:
     """
     if _madvise is None or len(_mappings) >= _MOST_MAPPINGS or not _free.has(nbytes):
         return None
-    mapping = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=_PRIVATE)
+    try:
+        mapping = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=_PRIVATE)
+    except OSError:  # Where memory must not be promised twice, this one is too large.
+        return None
     _mappings.add(mapping)
     memory = np.frombuffer(mapping, np.uint8)
     start = -memory.ctypes.data % HUGE_BYTES
