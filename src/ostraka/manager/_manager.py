@@ -53,6 +53,7 @@ from ostraka.restoring.restore import RestoreOptions, Tree, restore
 from ostraka.restoring.share import ShareReads
 from ostraka.saving.agree import SaveHooks
 from ostraka.saving.capture import capture
+from ostraka.saving.limit import check_host_bytes
 from ostraka.saving.save import SaveOptions, begin_save
 from ostraka.storage import PathLike, Store
 from ostraka.tree.patterns import Patterns
@@ -110,6 +111,8 @@ class Manager:
             a cancelled one is not cancelled itself, so that some step is always committed. A forced
             step, and the last one on preemption, always wait.
         check_replicas: Compare all replicas before each commit, as in `ostraka.save`.
+        max_host_bytes: The most host memory for copies of a save in the background, as in
+            `ostraka.save_async`.
         audit_every: At multiples of this number of steps, `save` notes a fingerprint of every leaf
             in a journal in the directory, whether or not the step is saved. After a resume it
             compares the steps that the journal knows.
@@ -159,6 +162,7 @@ class Manager:
         parity: int = 0,
         if_running: Literal["wait", "skip", "cancel"] = "wait",
         check_replicas: bool = False,
+        max_host_bytes: int | str | None = None,
         audit_every: int | None = None,
         on_divergence: OnDivergence = "raise",
         audit_rtol: float | None = None,
@@ -190,6 +194,7 @@ class Manager:
         check_parity(parity)
         self._parity = parity
         self._check_replicas = check_replicas
+        self._max_host_bytes = None if max_host_bytes is None else check_host_bytes(max_host_bytes)
         self._audit_every = check_count("audit_every", audit_every)
         self._audit: Audit | None = None
         check_audit(on_divergence, audit_rtol)
@@ -918,7 +923,12 @@ class Manager:
             check_place=check_place,
         )
         begin = partial(begin_save, self._root.at(name), partial(capture, tree), options, hooks)
-        start = partial(begin, watch=watch, is_waited_for=not background)
+        start = partial(
+            begin,
+            max_host_bytes=self._max_host_bytes,
+            watch=watch,
+            is_waited_for=not background,
+        )
         self._pending.begin(start, background=background)
 
     def _check_order(self, step: int) -> None:
