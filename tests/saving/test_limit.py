@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,17 +36,15 @@ def make_state(mib: int, dtype: str, leaves: int = 8) -> dict[str, Any]:
     width = mib * MIB // leaves // 1024 // jnp.dtype(dtype).itemsize
     row = (np.arange(width) % 251 - 125).astype(np.float32)
 
-    def part(leaf: int, rows: slice) -> Any:
-        shifts = np.arange(1024)[rows] * 7 + leaf
+    def part(leaf: int, at: Any) -> Any:
+        shifts = np.arange(1024)[at[0]] * 7 + leaf
         made = np.empty((len(shifts), width), jnp.dtype(dtype))
         for out, shift in zip(made, shifts, strict=True):
             out[:] = np.roll(row, shift)
         return made
 
     return {
-        f"w{leaf}": jax.make_array_from_callback(
-            (1024, width), placed, lambda at, leaf=leaf: part(leaf, at[0])
-        )
+        f"w{leaf}": jax.make_array_from_callback((1024, width), placed, partial(part, leaf))
         for leaf in range(leaves)
     }
 
@@ -198,9 +197,7 @@ def save_together(path: str) -> list[bytes]:
         state["sharded"].delete()
         state["alike"][...] = state["own"][...] = 0
         handle.wait()
-        with pytest.raises(
-            SaveFailed, match="on its own devices, such as 'big': twice their bytes"
-        ):
+        with pytest.raises(SaveFailed, match="its own devices, such as 'big': twice"):
             ostraka.save_async(path, {"big": jnp.ones(40_000)}, max_host_bytes="200kB")
     saved = ostraka.open(path)
     own = np.asarray(saved["own"])
@@ -251,9 +248,7 @@ def test_a_shard_that_comes_in_one_piece_must_have_room(tmp_path: Path):
     with (
         copies_forced(),
         patch.object(values.ShardedValue, "band_bytes", 0),
-        pytest.raises(
-            ValueError, match=r"at least 184,549,376, since a shard of leaf 'big' has 37"
-        ),
+        pytest.raises(ValueError, match=r"at least 184,549,376, since a shard of leaf 'big'"),
     ):
         ostraka.save_async(tmp_path / "c", state, max_host_bytes="64MiB")
     assert not (tmp_path / "c").exists()
@@ -273,7 +268,7 @@ def test_ctrl_c_gives_up_a_save_whose_values_are_not_safe(tmp_path: Path):
     interrupted, given_up = threading.Event(), threading.Event()
     state = {"x": jnp.ones(MIB)}
     with small_limits(), copies_forced(), patch.object(LocalWriter, "write", interrupt):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match="^$"):
             ostraka.save_async(tmp_path / "c", state, max_host_bytes="1MB")
         given_up.set()
         ostraka.save(tmp_path / "d", {"x": 1})

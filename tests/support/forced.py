@@ -1,4 +1,4 @@
-"""Have this process treat its JAX arrays as those of an accelerator: nothing of them can be viewed."""
+"""Treat JAX arrays as those of an accelerator: none of their memory can be viewed."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
