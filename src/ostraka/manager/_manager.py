@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from ostraka.common import keywords
 from ostraka.common.keywords import answering
-from ostraka.common.record import OnRecord, Record, Stopwatch
+from ostraka.common.record import OnRecord, Record, RunStats, Stopwatch
 from ostraka.common.record import logger as log
 from ostraka.errors import CheckpointNotFound, OstrakaError, Preempted, StoreError, warn_caller
 from ostraka.layout.casts import DtypeRule
@@ -36,6 +36,7 @@ from ostraka.manager._arguments import (
 )
 from ostraka.manager._audit import Audit, OnDivergence, check_audit
 from ostraka.manager._keep import Best, check_best, check_keep
+from ostraka.manager._losses import Losses
 from ostraka.manager._mirror import Mirror, open_mirror
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Interrupt, Preemption
@@ -124,7 +125,7 @@ class Manager:
         if_busy: While another manager writes to the directory, `"wait"` waits for it and says so in
             the log, and `"raise"` raises Busy.
         mtbf_s: The mean time between failures in seconds. `advice` then says how often to save.
-        on_record: Called with a record of each save, restore and copy to the mirror.
+        on_record: Called with a record of each save, restore, copy to the mirror and audit.
 
     Raises:
         Busy: Another manager writes to the directory, and `if_busy` is `"raise"`.
@@ -180,6 +181,8 @@ class Manager:
         self._root = Root(root)
         share = check_share("overhead", overhead) if every == "auto" else None
         self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s), overhead=share)
+        self._losses = Losses(self._meter)
+        self._on_record = self._losses.complete(check_function("on_record", on_record))
         self._schedule = Schedule(every, every_s, at, when, self._meter.left_s)
         self._if_running = if_running
         self._has_cancelled = False
@@ -199,9 +202,10 @@ class Manager:
         self._audit: Audit | None = None
         check_audit(on_divergence, audit_rtol)
         if self._audit_every is not None and not read_only:
-            self._audit = Audit(self._root.store, self._audit_every, on_divergence, audit_rtol)
+            self._audit = Audit(
+                self._root.store, self._audit_every, on_divergence, audit_rtol, self._on_record
+            )
         self._read_only = read_only
-        self._on_record = check_function("on_record", on_record)
         self._mirror: Mirror | None = None
         if copies is not None and not read_only:
             self._mirror = Mirror(
@@ -251,6 +255,11 @@ class Manager:
     def advice(self) -> Advice | None:
         """The cost of a save and how often to save. None before the first save."""
         return self._meter.advise()
+
+    @property
+    def stats(self) -> RunStats:
+        """The time that checkpoints have cost the run so far, and its share of the run."""
+        return self._losses.stats()
 
     # Saving
 
@@ -338,10 +347,11 @@ class Manager:
         """
         self._check_writable()
         number = check_step(step, "; the step comes first, as in save(100, tree)")
-        self._meter.enter(number)
+        self._losses.enter(number)
         is_last_call = self._is_last_call(number)
         if self._audit is not None:
             self._audit.note(number, tree, audit)
+            self._losses.reached = self._audit.reached
             if is_last_call:
                 self._audit.finish()
         due = self._schedule.is_due(number) or is_last_call or force
@@ -360,7 +370,7 @@ class Manager:
             self._begin(number, tree, options, force, background and not is_last_call)
         else:
             self._pending.raise_if_failed()
-        self._meter.leave(number, began=due, saving=self._pending.is_running())
+        self._losses.leave(number, began=due, saving=self._pending.is_running())
         if due and jax.process_index() == 0:
             self._meter.log_changes()
             if self._run_file is not None:
@@ -376,14 +386,15 @@ class Manager:
             SaveFailed: The background save failed.
             StoreError: A copy to the mirror failed.
         """
-        self._pending.wait()
-        if self._audit is not None and not self._closed:
-            self._audit.finish()
-        self._retention.wait()
-        try:
-            self._wait_for_mirror()
-        finally:
-            self._retention.wait()  # A step may have been kept until it was copied.
+        with self._losses.timing("waiting"):
+            self._pending.wait()
+            if self._audit is not None and not self._closed:
+                self._audit.finish()
+            self._retention.wait()
+            try:
+                self._wait_for_mirror()
+            finally:
+                self._retention.wait()  # A step may have been kept until it was copied.
 
     # Which steps exist
 
@@ -558,7 +569,7 @@ class Manager:
             as_state=as_state,
             share_reads=share_reads,
             progress=progress,
-            on_record=self._on_record if on_record is None else on_record,
+            on_record=self._losses.complete(on_record) or self._on_record,
         )
         found, value = self._recover(restore_from, wanted, fallback=fallback, mixes=mixes)
         duration_s = time.perf_counter() - began_s
@@ -1011,18 +1022,20 @@ class Manager:
 
         With `mixes`, values of a damaged step could stay beside those of an older one.
         """
-        self._pending.wait()
-        self._retention.wait()
-        self._check_open()
-        verify_first = fallback and mixes
-        recovery = Recovery(self._places, step, fallback=fallback, verify_first=verify_first)
-        try:
-            self.restored, value = recovery.run(restore_from)
-        finally:
-            self._retention.damaged |= recovery.damaged
-        self._schedule.note_restore(self.restored)
-        if self._audit is not None:
-            self._audit.note_restore(self.restored)
+        with self._losses.timing("restoring"):
+            self._pending.wait()
+            self._retention.wait()
+            self._check_open()
+            verify_first = fallback and mixes
+            recovery = Recovery(self._places, step, fallback=fallback, verify_first=verify_first)
+            try:
+                self.restored, value = recovery.run(restore_from)
+            finally:
+                self._retention.damaged |= recovery.damaged
+            self._schedule.note_restore(self.restored)
+            if self._audit is not None:
+                self._audit.note_restore(self.restored)
+        self._losses.note_restore(self.restored, is_audited=self._audit is not None)
         return self.restored, value
 
     def _wait_for_mirror(self) -> None:
