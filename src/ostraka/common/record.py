@@ -27,8 +27,8 @@ Operation = Literal["save", "restore", "mirror", "audit"]
 class RunStats:
     """The time that checkpoints have cost a run so far, as its Manager saw it on this process.
 
-    The parts are sums over calls that have returned, and do not overlap. Steps that a save slows down are compared with the median of the steps
-    without a save, as `manager.advice` does.
+    The parts are sums over calls that have returned, and do not overlap. Steps that a save slows
+    down are compared with the median of the steps without a save, as in `manager.advice`.
     """
 
     elapsed_s: float

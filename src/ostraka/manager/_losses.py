@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from ostraka.common.record import OnRecord, Record, RunStats
+from ostraka.common.record import OnRecord, Record
+from ostraka.common.record import RunStats as RunStats
 from ostraka.layout.file_names import step_of
 from ostraka.manager._advice import CostMeter
 
