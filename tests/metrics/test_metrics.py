@@ -12,7 +12,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboardX import SummaryWriter
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto import event_pb2
 
 import ostraka
 from ostraka.common.record import OnRecord, Record, RunStats
@@ -142,10 +142,11 @@ def test_a_loop_in_tensorboard(tmp_path: Path):
 def read_events(directory: Path) -> Any:
     """The numbers in files of TensorBoard: a length, its check, an event, its check, and so on."""
     for file in directory.iterdir():
+        proto: Any = event_pb2
         data, at = file.read_bytes(), 0
         while at < len(data):
             (length,) = struct.unpack_from("<Q", data, at)
-            event: Any = Event.FromString(data[at + 12 : at + 12 + length])
+            event = proto.Event.FromString(data[at + 12 : at + 12 + length])
             at += 12 + length + 4
             yield from ((one.tag, event.step, one.simple_value) for one in event.summary.value)
 
