@@ -397,10 +397,10 @@ def _notes(
         notes.append(
             f"The Manager in process {run_file.pid} of {run_file.host} ended without being closed."
         )
-    damaged = sum(row["state"] == "damaged" for row in rows)
+    damaged = [row["step"] for row in rows if row["state"] == "damaged"]
     if damaged:
         notes.append(
-            f"{count_of(damaged, 'step')} can't be used: ostraka verify lists the damage, and "
-            "ostraka repair repairs what it can."
+            f"{count_of(len(damaged), 'step')} can't be used ({list_steps(damaged)}): ostraka "
+            "verify lists the damage, and ostraka repair repairs what it can."
         )
     return notes

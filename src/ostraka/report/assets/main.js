@@ -1,6 +1,6 @@
 // Puts the documents of the page on the screen: tabs, theme, and the connection to a board.
 
-import { formatAge, formatBytes, formatTime, h, hideTip, readPage, replaceAll, themeButton } from "./base.js";
+import { breakable, formatAge, formatBytes, formatTime, h, hideTip, readPage, replaceAll, themeButton } from "./base.js";
 import { drawCheckpoint } from "./checkpoint.js";
 import { drawComparison } from "./comparison.js";
 import { drawPlan } from "./plan.js";
@@ -20,13 +20,13 @@ function titleOf(found) {
 }
 
 function headOf(found) {
-  return h("header", { class: "title" }, h("span", { class: "kind" }, KINDS[found.kind]), h("h1", {}, titleOf(found)));
+  return h("header", { class: "title" }, h("span", { class: "kind" }, KINDS[found.kind]), h("h1", {}, breakable(titleOf(found))));
 }
 
 /** Draw the bar, `main` and the foot of the page. */
 function drawFrame(main, tabs) {
   const bar = h("nav", { class: "bar" }, h("span", { class: "brand" }, "ostraka"), tabs, h("span", { class: "spring" }), h("span", { id: "live", class: "muted", role: "status" }), themeButton());
-  replaceAll(root, bar, main, h("footer", { class: "muted" }, `Made by ostraka ${page.version ?? ""} ${page.at ? formatTime(page.at) : ""}`));
+  replaceAll(root, bar, main, h("footer", { class: "muted" }, `Made by ostraka ${page.version}${page.at ? `, ${formatTime(page.at)}` : ""}`));
 }
 
 /** Draw all documents. Several get tabs. */
