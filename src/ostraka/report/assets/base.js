@@ -134,7 +134,7 @@ export function card(title, ...children) {
 
 /** A path that may break behind each of its names. */
 export function breakable(path) {
-  return path.split(/(?<=[/.])/).map((name, n) => [n ? h("wbr", {}) : null, name]);
+  return path.split(/(?<=[^\s/.][/.])/).map((name, n) => [n ? h("wbr", {}) : null, name]);
 }
 
 /** Names and values in two columns. Values may be elements. Those without a value are left out. */

@@ -38,14 +38,20 @@ export function plot(name, height, draw) {
   const drawAt = (width) => {
     if (!width || width === drawn) return;
     drawn = width;
-    widths.set(name, width);
     replaceAll(box, draw(width));
   };
   // At once if it was drawn before: a page that is drawn again must not jump.
   drawAt(widths.get(name));
-  new ResizeObserver(() => drawAt(Math.floor(box.clientWidth))).observe(box);
+  const fit = () => { const width = Math.floor(box.clientWidth); if (width) { widths.set(name, width); drawAt(width); } };
+  new ResizeObserver(fit).observe(box);
+  Object.assign(box, { drawAt, fit });
   return box;
 }
+
+// Nothing tells the width of a column on paper in time, but it is about that of A4.
+const PAPER_PX = { column: 330, page: 690 };
+window.addEventListener("beforeprint", () => document.querySelectorAll(".plot").forEach((box) => box.drawAt(box.closest(".half, .third, .two-parts, .plan-columns") ? PAPER_PX.column : PAPER_PX.page)));
+window.addEventListener("afterprint", () => document.querySelectorAll(".plot").forEach((box) => box.fit()));
 
 /** An empty drawing. */
 export function frame(width, height, label) {
