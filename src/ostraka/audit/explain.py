@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import exp, inf, isfinite, log, prod
+from math import exp, inf, isfinite, log, prod, sqrt
 
 from ostraka.audit.journal import History, Line
 from ostraka.audit.marks import (
@@ -36,8 +36,12 @@ _NEAR = 0.5
 """The ratio of squared distances, below which weights look like those of the first step."""
 _SLIGHT = 0.02
 """A smaller distance looks like other arithmetic, not like other values."""
-_FAR, _USUAL = 9.0, 3.0
+_FAR, _USUAL = 9.0, 2.0
 """How many times the square of the first run's change is a jump, and how many still are usual."""
+_SURE = 5.4
+"""Three standard deviations of the logarithm of one leaf's jump: it has two projections."""
+_ALIKE = 0.8
+"""The squared cosine from which on two lists of projections are multiples of each other."""
 _MOST = 1e6
 _NOISE = 0.1
 """How small elements must be, relative to the mean of their slot, to count as noise."""
@@ -179,6 +183,11 @@ class _Found:
         jumps = [jump for path in paths if (jump := self.jump(path)) is not None]
         return exp(sum(map(log, jumps)) / len(jumps)) if jumps else None
 
+    def has_jumped(self, paths: Sequence[str]) -> bool:
+        """True if leaves went so far that it is no chance."""
+        jump = self.mean_jump(paths)
+        return jump is not None and log(jump) > max(log(_FAR), _SURE / sqrt(len(paths)))
+
     def earlier(self, marks: Callable[[Line], Mark | None], now: Mark) -> int | None:
         """An earlier step at which a value was just as it is now."""
         for line in self.history.lines():
@@ -263,11 +272,15 @@ def _moments(found: _Found) -> str | None:
     if not paths:
         return None
     pairs = [pair for pair in map(found.pair, paths) if pair is not None]
-    restarted = _restarted(found)
     if pairs and all(now.is_zero and not then.is_zero for then, now in pairs):
         return f"the optimizer state was not restored: {_few(paths)} are all zero now"
-    jump = found.mean_jump(paths)
-    if jump is not None and jump < _USUAL:
+    restarted = next((t for now, then, t in _counts(found, _OPTIMIZER) if now < then - 1), None)
+    # One step after the resume, the same weights and batch change the same moments alike.
+    is_next = found.base is not None and found.now.step == found.base.step + 1
+    jump, dropped = found.mean_jump(paths), _dropped(found, paths)
+    if dropped and restarted is None:
+        return f"the optimizer's moments were not restored: {_few(dropped)} lack their old values"
+    if jump is not None and jump < _USUAL and not dropped and not (is_next and restarted):
         return None
     if restarted is not None:
         return f"the optimizer state was not restored: {restarted}, and {_few(paths)} differ"
@@ -277,37 +290,58 @@ def _moments(found: _Found) -> str | None:
     return f"the optimizer's moments were not restored: {_few(paths)} differ"
 
 
-def _restarted(found: _Found) -> str | None:
-    for path, then, now in _counts(found):
-        if then != now:
-            return f"{path!r} is {now:g} and was {then:g}"
-    return None
+def _dropped(found: _Found, paths: Sequence[str]) -> list[str]:
+    """The moments that differ by a multiple of what they were at the resumed step.
+
+    Moments are sums of older moments, times a factor, and gradients. Projections are linear.
+    """
+    slots: dict[str, list[str]] = {}
+    for path in paths:
+        if found.jump(path) is not None:
+            slots.setdefault(_slot(path), []).append(path)
+    dropped: list[str] = []
+    for slot in slots.values():
+        lacking, old = list[float](), list[float]()
+        for path in slot:
+            pair, base = found.pair(path), found.base and found.base.leaves
+            if pair is not None and base:
+                then, now = (one.numbers[1:] for one in pair)
+                lacking += [a - b for a, b in zip(then, now, strict=True)]
+                old += base[path].numbers[1:]
+        product, squares = _product(lacking, old), _product(lacking, lacking) * _product(old, old)
+        if len(slot) > 1 and product > 0 and product**2 > _ALIKE * squares:
+            dropped += slot
+    return dropped
 
 
-def _counts(found: _Found) -> Iterator[tuple[str, float, float]]:
-    """The counts that differ. Of several counts in a leaf, the mean."""
+def _product(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def _counts(found: _Found, within: re.Pattern[str] | None = None) -> list[tuple[float, float, str]]:
+    """The counts that differ, the farthest first: now, then, and both as text."""
+    counts: list[tuple[float, float, str]] = []
     for path in found.of("count"):
         pair = found.pair(path)
-        if pair is None:
+        if pair is None or (within is not None and not within.search(path)):
             continue
-        then, now = (
+        then, now = (  # of several counts in a leaf, the mean
             mark.numbers[0] / prod(mark.shape) if mark.shape and mark.numbers else mark.value
             for mark in pair
         )
-        if isinstance(then, int | float) and isinstance(now, int | float):
-            yield path, then, now
+        if isinstance(then, int | float) and isinstance(now, int | float) and then != now:
+            counts.append((now, then, f"{path!r} is {now:g} and was {then:g}"))
+    return sorted(counts, key=lambda count: -abs(count[0] - count[1]))
 
 
 def _count(found: _Found) -> str | None:
-    restarted = _restarted(found)
-    if restarted is None:
-        return None
-    for _, then, now in _counts(found):
+    for now, then, text in _counts(found):
         if abs(then - now) == 1:
-            return f"a step is off by one: {restarted}"
+            return f"a step is off by one: {text}"
         if now < then:
-            return f"the schedule or step count started over: {restarted}"
-    return f"a step count differs: {restarted}"
+            return f"the schedule or step count started over: {text}"
+        return f"a step count differs: {text}"
+    return None
 
 
 def _average(found: _Found) -> str | None:
@@ -324,16 +358,26 @@ def _stats(found: _Found) -> str | None:
     return f"the weights agree, the batch statistics were not restored: {_few(paths)} differ"
 
 
-def _jumped(found: _Found) -> str | None:
+def _jumped(*roles: str) -> Callable[[_Found], str | None]:
     """Some leaves went much farther since the resumed step than they did in the first run."""
-    far = [path for path in found.leaves if (found.jump(path) or 0) > _FAR]
-    rest = found.mean_jump([path for path in found.leaves if path not in far])
-    if not far or found.base is None or (rest or 0) > _USUAL or _are_slight(found):
-        return None
-    are_weights = all(found.role(path) == "weights" for path in far)
-    what = "the weights were not restored: " if are_weights else ""
-    why = f"went much farther since step {found.base.step} than in the first run"
-    return f"{what}{_few(far)} {why}" if what else f"{_few(far)} were not restored: they {why}"
+
+    def explain(found: _Found) -> str | None:
+        groups: dict[str, list[str]] = {}
+        for path in found.of(*roles):
+            groups.setdefault(path.rpartition("/")[0], []).append(path)
+        far = [path for group in groups.values() if found.has_jumped(group) for path in group]
+        if found.has_jumped(found.of(*roles)):
+            far = found.of(*roles)
+        if not far or found.base is None:
+            return None
+        what = "the weights" if roles == ("weights",) else _few(far)
+        which = f"{_few(far)} are" if roles == ("weights",) else "they are"
+        return (
+            f"{what} were not restored: {which} much farther from step {found.base.step} than in "
+            "the first run"
+        )
+
+    return explain
 
 
 def _are_slight(found: _Found) -> bool:
@@ -355,6 +399,17 @@ def _slight(found: _Found) -> str | None:
     )
 
 
+def _unlike(found: _Found) -> str | None:
+    """All went about as far as in the first run, to elsewhere."""
+    jump = found.mean_jump(found.leaves)
+    if jump is None or not 1 / _USUAL < jump < _USUAL or not found.of("weights"):
+        return None
+    return (
+        f"{_few(found.of('weights'))} differ, and went as far as in the first run: a random value "
+        "or a batch that is not part of the state differs; pass audit={'batch': …} to tell"
+    )
+
+
 def _user_only(found: _Found) -> str | None:
     if found.leaves:
         return None
@@ -367,8 +422,9 @@ def _rest(found: _Found) -> str:
 
 
 _CAUSES: tuple[Callable[[_Found], str | None], ...] = (
-    *(_other_leaves, _other_types, _weights, _rng, _data, _moments, _count, _average, _stats),
-    *(_jumped, _user_only, _slight, _rest),
+    *(_other_leaves, _other_types, _weights, _rng, _data, _average, _stats),
+    *(_jumped("average", "stats", "other"), _moments, _count),
+    *(_user_only, _slight, _jumped("weights"), _unlike, _rest),
 )
 
 
