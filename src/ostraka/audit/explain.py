@@ -24,7 +24,7 @@ _MOMENTS = re.compile(r"(^|/)(mu|nu|trace|momentum|velocity|sum_of_squares|m|v|v
 _OPTIMIZER = re.compile(r"(^|/)(opt\w*|tx\w*|optim\w*|solver\w*)(/|$)", re.IGNORECASE)
 _WEIGHTS = re.compile(r"(^|/)(params|model|weights|variables|trainable\w*)(/|$)", re.IGNORECASE)
 _COUNT = re.compile(
-    r"(^|/)(count|steps?|timesteps?|\w*_steps?|\w*_count|n_\w*|t|time|iterations?)$", re.IGNORECASE
+    r"(^|/)(count|\w*steps?|\w*_count|n_\w*|t|time|iterations?|\w*_index|position)$", re.IGNORECASE
 )
 _RNG = re.compile(r"(^|[/_])(rngs?|key|keys|prng\w*|seed|dropout)(/|_|$)", re.IGNORECASE)
 _AVERAGE = re.compile(r"(^|[/_])(ema|polyak|swa|avg|averaged?|target|shadow)(/|_|$)", re.IGNORECASE)
@@ -304,7 +304,7 @@ def _dropped(found: _Found, paths: Sequence[str]) -> list[str]:
         lacking, old = list[float](), list[float]()
         for path in slot:
             pair, base = found.pair(path), found.base and found.base.leaves
-            if pair is not None and base:
+            if pair is not None and base and pair[1].bits != base[path].bits:
                 then, now = (one.numbers[1:] for one in pair)
                 lacking += [a - b for a, b in zip(then, now, strict=True)]
                 old += base[path].numbers[1:]
@@ -400,9 +400,9 @@ def _slight(found: _Found) -> str | None:
 
 
 def _unlike(found: _Found) -> str | None:
-    """All went about as far as in the first run, to elsewhere."""
+    """All went about as far as in the first run, but elsewhere."""
     jump = found.mean_jump(found.leaves)
-    if jump is None or not 1 / _USUAL < jump < _USUAL or not found.of("weights"):
+    if jump is None or not 1 / _FAR < jump < _FAR or not found.of("weights"):
         return None
     return (
         f"{_few(found.of('weights'))} differ, and went as far as in the first run: a random value "
