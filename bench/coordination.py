@@ -5,7 +5,7 @@
 Light clients on one real coordination service of JAX's, each with the real `Operation`, as threads
 of several programs; process 0 has a program of its own, in which the service lives as well. For
 each number of processes there are saves without anything to write, and one that takes `LONG_S`
-longer. Writes `bench/results/coordination.json` and the table in `docs/explanation/performance.md`.
+longer. Writes `bench/results/coordination.json` and the table in `docs/maintainers/benchmarks.md`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ostraka.testing import free_port
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results" / "coordination.json"
-PAGE = ROOT / "docs" / "explanation" / "performance.md"
+PAGE = ROOT / "docs" / "maintainers" / "benchmarks.md"
 TABLE_BEGINS = "<!-- coordination-table -->\n"
 TABLE_ENDS = "<!-- /coordination-table -->\n"
 PROCESSES = (8, 32, 128, 512, 1024)

@@ -22,7 +22,7 @@ COLOURS = {
 }
 YARDSTICK = "orbax"
 """What the picture compares with, as it is when nobody sets anything."""
-PAGE = Path("docs/explanation/performance.md")
+PAGE = Path("docs/maintainers/benchmarks.md")
 TABLE_BEGINS = "<!-- bench-table -->"
 TABLE_ENDS = "<!-- /bench-table -->"
 README = Path("README.md")

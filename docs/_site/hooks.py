@@ -1,4 +1,4 @@
-"""Hooks of the manual's site: pages from files outside docs/, and links that lead to them.
+"""Hooks of the manual's site: pages from outside docs/, links to them, and long messages.
 
 The pages are written for a reader of the repository: a link to `../../CHANGELOG.md` or
 `../../examples/demo.py` works there. On the site README.md is the start page, CHANGELOG.md and
@@ -30,6 +30,10 @@ PAGE_OF = {
 FILE_OF = {page: file for file, page in PAGE_OF.items()}
 PICTURES = (".png", ".svg")
 FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
+MESSAGE = re.compile(
+    r'(<div class="language-text)( highlight"><pre><span></span><code>[^\n]*\n?</code>)'
+)
+"""A block with one line of text, such as an error message."""
 LINK = re.compile(r'(\]\(|src=")([^)"\s]+)')
 
 
@@ -72,6 +76,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(
         text if is_code else LINK.sub(point, text) for is_code, text in _split_code(markdown)
     )
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark the blocks with one line of text: the style sheet lets them wrap."""
+    return MESSAGE.sub(r"\1 message\2", html)
 
 
 def _outside_targets() -> set[str]:

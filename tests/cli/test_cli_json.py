@@ -40,6 +40,7 @@ KEYS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "verify steps": (("verify", "{runs}"), {"ok", "checkpoints"}),
     "du": (("du", "{runs}"), {"bytes", "checkpoints"}),
     "which": (("which", "{runs}"), {"root", "step", "path"}),
+    "audit": (("audit", "{runs}"), {"directory", "runs"}),
     "watch": (
         ("watch", "{runs}", "--timeout", "0", "--after", "1"),
         {"step", "path", "saved_at", "bytes", "metrics"},
@@ -89,6 +90,8 @@ KEYS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 def runs(tmp_path: Path) -> Path:
     for step in (1, 2):
         ostraka.save(tmp_path / "runs" / str(step), {"w": np.full(4, float(step))})
+    with ostraka.Manager(tmp_path / "runs", every=10, audit_every=1) as manager:
+        manager.save(3, {"w": np.zeros(4)})
     return tmp_path / "runs"
 
 

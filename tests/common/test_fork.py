@@ -137,7 +137,7 @@ def test_the_child_of_a_run_that_died_in_a_save_is_in_nobodys_way(tmp_path: Path
     with dead_in_a_save(tmp_path):
         assert os.listdir(tmp_path / "step_00000001") != []
         with ostraka.Manager(tmp_path) as manager:
-            assert os.listdir(tmp_path) == []  # its leftovers are nobody's any more
+            assert {*os.listdir(tmp_path)} <= {"_RUN"}  # its leftovers are nobody's any more
             manager.save(1, {"w": 1})
             manager.wait()
             assert manager.restore() == {"w": 1}

@@ -358,6 +358,43 @@ def test_what_is_no_number_is_refused(value: Any):
         next(elastic(make_iterator=lambda k: Texts(k, 4)))
 
 
+class Tensor:
+    """As a tensor of PyTorch: its dtype is no numpy dtype, and numpy can't convert all of them."""
+
+    dtype = "torch.float32"
+
+    def __init__(self, values: Any):
+        self.values = values
+
+    def __array__(self, *given: Any, **named: Any) -> Any:
+        if self.values is None:
+            raise TypeError("unsupported ScalarType BFloat16")
+        return self.values
+
+
+def test_tensors_of_others_are_converted_by_numpy():
+    class Tensors(Numbers):
+        def __next__(self) -> Any:
+            return Tensor(super().__next__()["row"])
+
+    expected = [batch["row"] for batch in itertools.islice(elastic(), 3)]
+    found = itertools.islice(elastic(make_iterator=lambda k: Tensors(k, 4)), 3)
+    assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("make_value", [lambda: Tensor(None), lambda: jax.random.key(0)])
+def test_what_numpy_can_not_convert_is_refused(make_value: Any):
+    class Constants(Numbers):
+        def __next__(self) -> Any:
+            return make_value()
+
+    match = (
+        r"leaf '\.' of an example is a \w+, which numpy can't convert \(.+\): turn it into numbers"
+    )
+    with pytest.raises(InvalidTree, match=match):
+        next(elastic(make_iterator=lambda k: Constants(k, 4)))
+
+
 def test_a_sharding_that_only_some_leaves_fit():
     data = elastic(sharding=sharding(P("a", "b"), a=2, b=2))
     with pytest.raises(InvalidSharding, match=r"leaf 'n' of the batch has the shape \(8,\), which"):

@@ -195,8 +195,8 @@ def test_killed_runs_on_other_process_counts_see_the_same_batches(tmp_path: Path
 
 @pytest.mark.soak
 def test_a_hundred_kills(tmp_path: Path, figures: Figures):
-    expected = train_undisturbed(tmp_path / "whole", 8000)
-    found, ends, done = train_with_kills(tmp_path / "killed", 8000, CYCLE, 100, seed=2)
+    expected = train_undisturbed(tmp_path / "whole", 24_000)
+    found, ends, done = train_with_kills(tmp_path / "killed", 24_000, CYCLE, 100, seed=2)
     assert found == expected
     assert ends == {len(expected)}
     assert done["rows seen again"] > 0

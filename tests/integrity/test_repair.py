@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from hashlib import md5
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ import ostraka
 from cli_runs import run
 from nnx_models import make_block, make_optimizer
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, PathInTheWay
-from ostraka.storage import MemoryStore, Traits, open_store
+from ostraka.integrity.repair._descriptions import usual_e_tag
+from ostraka.storage import MemoryStore, Traits, is_claim, open_store
+from ostraka.storage.requests import PART_BYTES
 from ostraka.testing import FaultyStore
 from places import Place, copy_tree, flip, names_of, remove_tree
 from runs import Gate, contents
@@ -245,6 +248,14 @@ def test_the_index_of_compressed_files_comes_from_parity(tmp_path: Path, tree: A
     assert contents(tmp_path / "c") == before
 
 
+def test_the_e_tag_of_a_file_that_is_lost():
+    """The digest of one put, or the digest of the digests of its parts."""
+    data = os.urandom(PART_BYTES + 3)
+    digests = [md5(data[:PART_BYTES]).digest(), md5(data[PART_BYTES:]).digest()]
+    assert usual_e_tag(iter([data[:7], data[7:9]]), 9) == md5(data[:9]).hexdigest()
+    assert usual_e_tag(iter([data]), len(data)) == f"{md5(b''.join(digests)).hexdigest()}-2"
+
+
 @every_kind
 def test_an_index_and_a_shard_of_it(path: Path, made: Path, tree: Any):
     is_compressed = '"version":2' in (path / "_METADATA").read_text()
@@ -449,6 +460,18 @@ def test_one_writer_at_a_time(path: Path, made: Path):
     gate.open()
     first.join()
     assert contents(path) == contents(made)
+
+
+def test_a_repair_that_was_taken_for_dead_replaces_nothing(path: Path, made: Path):
+    index(path).unlink()
+
+    def take_it_for_dead(verb: str, name: str) -> None:
+        for claim in filter(is_claim, names_of(path) if verb == "put" else ()):
+            (path / claim).unlink()
+
+    with pytest.raises(Busy, match="took this one for dead"):
+        ostraka.repair(FaultyStore(path, before=take_it_for_dead, has_locks=False), sources=made)
+    assert not list(path.glob("shards-*/process_*.json"))
 
 
 @pytest.mark.parametrize("by", ["repair", "gc"])

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import example as of_note
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
@@ -26,7 +27,13 @@ from ostraka.layout import metadata as _metadata
 from ostraka.layout import plan_write as _plan_write
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import IndexEntry
-from ostraka.layout.runs import decode_runs, encode_runs
+from ostraka.layout.runs import (
+    BYTES_FOR_EACH,
+    FREE_BYTES,
+    Allowance,
+    decode_runs,
+    encode_runs,
+)
 from ostraka.layout.shard_file import Entry, FileDigests, StoredRange
 from ostraka.layout.spec import LeafSpec, StoredLeaf
 from ostraka.storage import MemoryStore
@@ -47,6 +54,7 @@ paths = st.text(
 @given(
     st.lists(st.integers(0, 2)) | st.lists(st.integers(-5, 5) | st.integers(-(1 << 60), 1 << 60))
 )
+@of_note([2, 1, 0, -1])  # none of the small numbers that many lists share
 def test_runs_decode_to_what_was_encoded(numbers):
     runs = encode_runs(numbers)
     assert decode_runs(runs) == tuple(numbers)
@@ -80,6 +88,14 @@ def test_sixteen_thousand_devices_in_mesh_order_are_a_few_runs():
 def test_runs_that_no_checkpoint_needs_are_refused_before_they_are_built(runs, sentence):
     with pytest.raises(ValueError, match=sentence):
         decode_runs(runs)
+
+
+def test_an_allowance_grows_once_with_the_files():
+    allowance = Allowance(lambda: FREE_BYTES)
+    allowance.take(FREE_BYTES + 1)
+    allowance.take(BYTES_FOR_EACH * FREE_BYTES - 1)
+    with pytest.raises(ValueError, match="longer than any checkpoint needs"):
+        allowance.take(1)
 
 
 # Digests and blocks

@@ -326,7 +326,8 @@ def stored_bytes(plan, arrays):
 
 def packed_bytes(elements, bits):
     """First element in the lowest bits, written out plainly."""
-    number = sum(int(e) % (1 << bits) << (bits * i) for i, e in enumerate(elements.tolist()))
+    codes = elements.view(np.uint8).tolist()
+    number = sum(code % (1 << bits) << (bits * i) for i, code in enumerate(codes))
     return number.to_bytes((elements.size * bits + 7) // 8, "little")
 
 

@@ -47,7 +47,7 @@ def test_without_orbax_there_is_no_picture():
 
 
 def test_the_page_has_the_table_of_the_results():
-    page = (ROOT / "docs/explanation/performance.md").read_text("utf-8")
+    page = (ROOT / "docs/maintainers/benchmarks.md").read_text("utf-8")
     rows = measured()
     assert with_table(page, make_table(rows, judge(rows))) == page
     assert page.count(TABLE_BEGINS) == page.count(TABLE_ENDS) == 1

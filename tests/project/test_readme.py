@@ -314,7 +314,8 @@ def test_python_blocks_show_what_they_say(
 def test_the_table_of_errors_is_complete():
     listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", ERRORS, re.MULTILINE))))
     unlisted = set(errors.__all__) - listed
-    assert unlisted == {"InvalidSharding", "LostBox", "OstrakaError", "Problem"}
+    values = {"LostBox", "Problem", "Replica", "ReplicaDifference"}
+    assert unlisted == {"InvalidSharding", "OstrakaError", *values}
     for name, builtin in re.findall(r"^\| `(\w+)`.*\| `(\w+)` \|$", ERRORS, re.MULTILINE):
         assert issubclass(getattr(errors, name), getattr(builtins, builtin))
 

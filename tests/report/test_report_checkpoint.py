@@ -341,7 +341,7 @@ def test_page_agrees_with_show(opened: Any, transformer: Path):
     lines = run("show", transformer).output
     found = figures_in(opened)
     assert found["arrays"] == f"{shown['arrays']:,}"
-    assert found["files"] == f"{shown['files']:,}"
+    assert found["shard and parity files"] == f"{shown['files']:,}"
     assert found["devices"] == f"{shown['devices']}"
     assert found["of arrays"] in lines
     assert f"{found['fact parameters']} parameters" in lines

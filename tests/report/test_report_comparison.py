@@ -24,6 +24,7 @@ from browser import (
     type_text,
     wait_until,
 )
+from cli_runs import run_without
 from finetuned import EXPLODING, FROZEN, NAN, finetune
 from ostraka.cli import main
 from ostraka.report import comparison
@@ -291,6 +292,10 @@ def test_report_prints_what_diff_prints(runs: dict[str, Path]):
             assert shape[one["path"]] == (" × ".join(map(str, one["a"]["shape"])) or "()")
 
 
+def test_no_jax(runs: dict[str, Path]):
+    run_without({"jax", "flax"}, "report", "--compare", runs["faulty"], "--json")
+
+
 def test_report_writes_a_page(runs: dict[str, Path], tmp_path: Path):
     paths = [str(runs["healthy"] / step) for step in ("0", "6")]
     result = CliRunner().invoke(
@@ -389,6 +394,22 @@ def test_a_page_fits_the_screen(browser: Any, runs: dict[str, Path], tmp_path: P
     show(browser, tmp_path, describe_changes(runs["faulty"]))
     assert not is_wider_than_screen(browser)
     browser.set_size(1440, 900)
+
+
+def test_paper_has_all_columns_with_their_names(
+    browser: Any, runs: dict[str, Path], tmp_path: Path
+):
+    browser.set_size(760, 900)
+    show(browser, tmp_path, describe_changes(runs["faulty"]))
+    browser.command("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        names = browser.run("return document.querySelector('.card:last-child thead').innerText")
+        assert names.split()[0] == "leaf"
+        assert "relative" in names
+        assert not is_wider_than_screen(browser)
+    finally:
+        browser.command("Emulation.setEmulatedMedia", {"media": ""})
+        browser.set_size(1440, 900)
 
 
 def test_hostile_names_are_text(browser: Any, tmp_path: Path):

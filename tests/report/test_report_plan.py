@@ -200,7 +200,7 @@ def test_the_largest_plan_is_small_and_marks_the_better(browser: Any, largest: P
     assert figure(browser, "parameters") == "405,853,388,800"
     rows = browser.run(
         "return [...document.querySelectorAll('.contest tbody tr')].map(r => ["
-        "r.cells[0].innerText, [...r.cells].slice(1, 3).map(c => c.className.includes('best'))])"
+        "r.cells[0].firstChild.data, [...r.cells].slice(1, 3).map(c => c.matches('.best'))])"
     )
     names = [variant["name"] for variant in document["variants"]]
     wanted = {

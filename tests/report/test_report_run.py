@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -385,7 +386,7 @@ def test_the_page(fifty: Path, browser: Any, tmp_path: Path, width_px: int):
     hover(browser, "#steps .plot svg")
     tip = wait_in_page(browser, "document.getElementById('tip')?.textContent")
     assert tip.startswith("step ")
-    assert "committed" in tip
+    assert "committed" in tip or f"step {DAMAGED:,} damaged" in tip
     assert browser.run("return document.querySelectorAll('.cross:not([visibility])').length") == 6
     browser.run("document.querySelector('#sizes .area').focus()")
     key = {"type": "keyDown", "key": "End", "code": "End"}
@@ -398,6 +399,65 @@ def test_the_page(fifty: Path, browser: Any, tmp_path: Path, width_px: int):
         colours.add(browser.run(background))
     assert len(colours) == 2
     assert complaints(browser, own=url) == []
+
+
+def test_marks_have_a_row_each(browser: Any, tmp_path: Path):
+    root = tmp_path / "run"
+    fill(root, *range(1, 7), mirror=tmp_path / "mirror", mirror_every=2, keep=9, keep_best="loss")
+    with Manager(root, read_only=True) as reader:
+        held = next(watched := reader.watch(backlog=0))
+        ostraka.annotate(f"{root}/3", pinned=True)
+        page = tmp_path / "page.html"
+        assert run("report", root, "-o", page).exit_code == 0
+        watched.close()
+    open_page(browser, page.as_uri())
+    count = "return document.querySelectorAll('#steps .plot .mark.' + arguments[0]).length"
+    wait_in_page(browser, "document.querySelector('#steps .plot .mark')")
+    marks = {"committed": 6, "pinned": 1, "best": 1, "mirrored": 3, "held": 1}
+    assert {name: browser.run(count, name) for name in marks} == marks
+    lanes = "[...document.querySelectorAll('#steps .plot .label')].map((one) => one.textContent)"
+    assert sorted(browser.run(f"return {lanes}")) == ["best", "held", "mirrored", "pinned", "saved"]
+    assert held in range(1, 7)
+    assert complaints(browser, own=page.as_uri()) == []
+
+
+def test_metrics_of_any_size_are_drawn(browser: Any, tmp_path: Path):
+    inf, nan = float("inf"), float("nan")
+    metrics = {
+        "none": [nan, inf, -inf],
+        "huge": [1.7e308, -1.7e308, 0.0],
+        "tiny": [5e-324, 1e-323, 5e-320],
+        "same": [1e-300] * 3,
+        "large": [10.0**15, 10.0**15 + 1, 10.0**15 + 2],
+        "some": [nan, 1.0, 2.0],
+    }
+    with Manager(tmp_path / "run", asynchronous=False) as manager:
+        for step in range(3):
+            manager.save(step, tree_of(step), metrics={k: v[step] for k, v in metrics.items()})
+    page = tmp_path / "page.html"
+    assert run("report", tmp_path / "run", "-o", page).exit_code == 0
+    open_page(browser, page.as_uri())
+    for name, values in metrics.items():
+        card = f"document.querySelector('[data-metric={name}]')"
+        wait_in_page(browser, f"{card}.querySelector('svg')")
+        odd = sum(not np.isfinite(value) for value in values)
+        assert browser.run(f"return {card}.querySelectorAll('.mark.nan').length") == odd
+        assert browser.run(f"return {card}.querySelectorAll('circle:not(.mark)').length") == 3 - odd
+        said = browser.run(f"return {card}.querySelector('.badge')?.textContent ?? ''")
+        assert said == (f"{odd} value{'s' if odd > 1 else ''} not finite" if odd else "")
+    assert complaints(browser, own=page.as_uri()) == []
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [("", "is a directory; name the page"), ("no/page.html", "there is no directory .*/no for")],
+)
+def test_a_page_that_can_not_be_written_is_refused_at_once(tmp_path: Path, output: str, why: str):
+    for command in (("report", tmp_path, "-o"), ("plan", "gpt2", "--report")):
+        result = run(*command, tmp_path / output)
+        assert result.exit_code == 2
+        assert re.search(why, result.stderr)
+        assert len(result.stderr.splitlines()) == 1
 
 
 def test_names_in_a_run_are_no_markup(browser: Any, tmp_path: Path):

@@ -33,7 +33,9 @@ from ostraka.errors import (
     PathInTheWay,
     Problem,
     RepairFailed,
+    ReplicasDiffer,
     RestoreFailed,
+    ResumeDiverged,
     SaveFailed,
     StoreError,
     UnsupportedFormat,
@@ -476,6 +478,8 @@ BUILTIN = {
     StoreError: OSError,
     Busy: OSError,
     Damaged: ValueError,
+    ReplicasDiffer: ValueError,
+    ResumeDiverged: ValueError,
     SaveFailed: RuntimeError,
     RestoreFailed: RuntimeError,
     RepairFailed: RuntimeError,
@@ -484,6 +488,8 @@ BUILTIN = {
 
 def examples() -> dict[str, OstrakaError]:
     problems = [Problem("f", "it is missing", ("a", "b")), Problem("g", "too long")]
+    lost = errors.LostBox("w", ((0, 2),), (4,))
+    groups = ((errors.Replica(0, 0), errors.Replica(1, 0)), (errors.Replica(2, 1),))
     full = errors.store_error("write", "/x", OSError(28, "No space left on device"))
     return {
         "plain": OstrakaError("plain"),
@@ -501,6 +507,8 @@ def examples() -> dict[str, OstrakaError]:
         "save, one process": SaveFailed("/x", None, "StoreError: no space"),
         "restore": RestoreFailed("/x", 0, "it is gone"),
         "repair": RepairFailed("/x", 1, "it is gone"),
+        "replicas": ReplicasDiffer("/x", [errors.ReplicaDifference(lost, groups)]),
+        "resume": ResumeDiverged("step 3 differs", step=3, cause="the data", leaves=["w"]),
     }
 
 
@@ -517,7 +525,8 @@ def test_the_tree_of_exceptions():
     classes = {getattr(errors, name) for name in errors.__all__}
     warnings = {errors.PartialRestore, errors.DegradedRead}
     others = {OstrakaError, Problem, errors.LostBox, errors.Preempted}
-    assert classes == {*BUILTIN, *others, *warnings}
+    replicas = {errors.Replica, errors.ReplicaDifference}
+    assert classes == {*BUILTIN, *others, *replicas, *warnings}
 
 
 def test_being_preempted_is_no_error():

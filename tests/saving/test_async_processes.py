@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -48,15 +48,20 @@ tree = {f"w{n}": np.full(1 << 16, n, np.float32) for n in range(16)}
 """
 
 
-def start(body: str, path: Place, *more: str) -> "subprocess.Popen[str]":
-    """Start a program whose every write of a block takes some time, and waits for `go_on`."""
-    return subprocess.Popen(
+@contextmanager
+def start(body: str, path: Place, *more: str) -> Generator["subprocess.Popen[str]"]:
+    """A program whose every write of a block takes some time, and waits for `go_on`."""
+    with subprocess.Popen(
         [sys.executable, "-c", PROGRAM_START + body, str(path), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "XLA_FLAGS": ""},
-    )
+    ) as program:
+        try:
+            yield program
+        finally:
+            program.kill()  # if it has not ended
 
 
 def run(body: str, path: Place) -> tuple[int, str, str]:
@@ -228,8 +233,8 @@ go_on.clear()
 handle = ostraka.save_async(path, tree)
 give_up = handle._give_up
 
-def give_up_and_go_on():
-    give_up()
+def give_up_and_go_on(reason):
+    give_up(reason)
     go_on.set()
 
 handle._give_up = give_up_and_go_on
@@ -261,11 +266,13 @@ ostraka.save_async(path, tree)
 """
     with _reserve_port() as reservation:  # as long as they run: others choose ports, too
         port = str(reservation.getsockname()[1])
-        programs = [start(body, tmp_path, port, str(number)) for number in range(2)]
-        for program in programs:
-            with program:
+        with ExitStack() as stack:
+            programs = [
+                stack.enter_context(start(body, tmp_path, port, str(number))) for number in range(2)
+            ]
+            for program in programs:
                 _, err = program.communicate(timeout=120)
-            assert (program.returncode, err) == (0, "")
+                assert (program.returncode, err) == (0, "")
     assert_complete(tmp_path)
 
 

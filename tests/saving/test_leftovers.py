@@ -19,7 +19,7 @@ from figures import Figures
 from ostraka import Manager
 from ostraka.errors import Damaged, PathInTheWay, SaveFailed
 from ostraka.layout import metadata, shard_file
-from ostraka.saving.place import UNKNOWN, committed_directory, find_leftovers
+from ostraka.saving.place import UNKNOWN, committed_directory, find_leftovers, put_back
 from ostraka.storage import MOST_BYTES, LocalStore, open_store
 from ostraka.testing import FaultyStore
 from places import BucketPath, Place, remove_tree
@@ -271,6 +271,21 @@ def test_a_step_that_may_have_lost_its_metadata_is_spared(
     (step / "_METADATA").unlink()
     collect_garbage(step)
     assert not step.exists()
+
+
+def test_only_a_complete_checkpoint_is_put_back(tmp_path: Path):
+    """Where a lock may run out, a deletion may have removed the `_METADATA` of a newer save."""
+    step = make_step(tmp_path)
+    whole = files(step)
+    (step / "_METADATA").unlink()
+    put_back(open_store(step))
+    assert files(step) == whole
+    put_back(open_store(step))  # One that is there stays.
+    assert files(step) == whole
+    (step / "_METADATA").unlink()
+    next(step.glob("*/*.safetensors")).unlink()
+    put_back(open_store(step))
+    assert not (step / "_METADATA").exists()
 
 
 def test_a_deletion_that_died_is_not_taken_for_a_loss(

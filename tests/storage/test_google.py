@@ -142,10 +142,10 @@ def test_lists_come_in_pages(bucket: str, controls: Controls):
         manager.wait()
         assert manager.steps() == [3, 4]
     store = open_store(f"{bucket}/run")
-    assert store.list() == ["step_00000003", "step_00000004"]
+    assert store.list() == ["_RUN", "step_00000003", "step_00000004"]
     assert len(store.files("")) > 4
     store.delete("step_00000003")
-    assert store.list() == ["step_00000004"]
+    assert store.list() == ["_RUN", "step_00000004"]
     assert_same(ostraka.restore(f"{bucket}/run"), TREE)
 
 

@@ -462,8 +462,10 @@ def test_a_commit_that_can_not_be_synced_is_told_as_such(tmp_path: Path, how: st
     syncs: list[int | str] = []
 
     def sync(directory: int | str, real: Any = _file.sync_directory) -> None:
-        syncs.append(directory)
         real(directory)
+        if threading.current_thread().name == "ostraka-run-file":
+            return  # of `_RUN`, beside the save
+        syncs.append(directory)
         if len(syncs) > 2:  # after the commit
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 

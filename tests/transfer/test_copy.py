@@ -30,6 +30,7 @@ from ostraka.errors import (
 from ostraka.storage import MemoryStore, Store, Traits, claimed, open_store
 from ostraka.testing import FaultyStore
 from ostraka.transfer import _copy_ostraka as _files
+from runs import contents
 
 IN_ORDER = Traits(in_any_order=False)
 
@@ -78,11 +79,6 @@ def save_one_file(path: Path, value: np.ndarray) -> None:
     ostraka.save(path, {"x": jax.device_put(value)}, max_file_bytes="1GB")
     (file,) = path.glob("shards-*/*.safetensors")
     assert file.stat().st_size > value.nbytes
-
-
-def contents(path: Any) -> dict[str, bytes]:
-    store = open_store(path)
-    return {file.name: store.get(file.name) for file in store.files("")}
 
 
 def size_of(path: Any) -> int:

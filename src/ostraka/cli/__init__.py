@@ -22,7 +22,7 @@ _SECTIONS = {
         "verify": "Verify the checkpoints at each PATH",
         "du": "Show how many bytes the checkpoints at each PATH take",
         "which": "Print the path of the newest committed step in DIRECTORY",
-        "audit": "Tell the history of the run in DIRECTORY, or where it first differs from OTHER",
+        "audit": "Tell the history of a run, or where it first differs from OTHER",
         "watch": "Print each step of the directory ROOT as it is committed",
         "doctor": "Check this machine, and the storage at PATH",
     },

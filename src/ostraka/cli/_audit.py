@@ -22,7 +22,7 @@ from ostraka.storage import open_store
 @option("--rtol", "NUMBER", "Compare floats with this relative tolerance.", type=float)
 @json_option()
 def audit(directory: str, other: str | None, rtol: float | None, as_json: bool) -> None:
-    """Tell the history of the run in DIRECTORY, or where it first differs from OTHER.
+    """Tell the history of a run, or where it first differs from OTHER.
 
     A Manager with audit_every= keeps a journal in the run directory. For each resume you see
     whether it was the same run as before, else the first step that differs and the likely cause.

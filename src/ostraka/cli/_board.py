@@ -9,8 +9,7 @@ import click
 from ostraka.cli._arguments import option, path_argument
 from ostraka.cli._output import echo
 from ostraka.errors import printable
-from ostraka.report.steps import open_root
-from ostraka.storage import open_store
+from ostraka.report.steps import await_root
 
 
 def _token(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -25,15 +24,17 @@ def _token(ctx: click.Context, param: click.Parameter, value: str | None) -> str
 @option(
     "--host",
     "ADDRESS",
-    "The address to listen on. Another than this machine's own lets others read the run.",
+    "The address to listen on. With any but a loopback address, others in the network who know "
+    "the token can read the run.",
     default="127.0.0.1",
     show_default=True,
 )
 @option(
     "--token",
     "TOKEN",
-    "The secret in the address, so that open pages reconnect after a restart. Give it as "
-    "OSTRAKA_BOARD_TOKEN, since other users see the options of a command.  [default: a new one]",
+    "The secret in the address. With the same token and port, open pages reconnect after a "
+    "restart. Set it as OSTRAKA_BOARD_TOKEN, since other users can see the options of a command.  "
+    "[default: a new one]",
     envvar="OSTRAKA_BOARD_TOKEN",
     callback=_token,
 )
@@ -41,11 +42,11 @@ def board(directory: str, port: int, host: str, token: str | None) -> None:
     """Show the run in DIRECTORY in a browser while it goes on.
 
     It prints an address to open. The page shows steps as they are committed, deleted, damaged and
-    pinned. A click on a step shows its checkpoint. Nothing is written, and no step is kept for it.
-    DIRECTORY need not exist yet. Ctrl-C ends it.
+    pinned. Click a step to see its checkpoint, and to verify every byte of it. Nothing is written,
+    and no step is kept for it. DIRECTORY need not exist yet. Ctrl-C ends it.
 
-    The board listens on this machine only, and answers only who knows the token in the address.
-    From another machine, forward the port: ssh -L 8000:127.0.0.1:8000 HOST.
+    The board listens on this machine only, and every request needs the token in the address. From
+    another machine, forward the port: ssh -L 8000:127.0.0.1:8000 HOST.
 
     \b
     Examples:
@@ -54,11 +55,12 @@ def board(directory: str, port: int, host: str, token: str | None) -> None:
     """
     from ostraka.report.board import Board, is_loopback
 
-    if open_store(directory).exists():
-        open_root(directory)
+    store = await_root(directory).store
     served = Board(directory, host=host, port=port, token=token)
     echo(f"{printable(served.location)}")
     echo(served.url)
+    if not store.exists():
+        echo(f"waiting for {printable(served.location)}, where nothing is yet", err=True)
     if not is_loopback(host):
         echo(
             f"everyone who can reach {printable(host)} and has this address can read the run, and "

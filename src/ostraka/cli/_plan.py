@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from ostraka.cli._arguments import AXES, RATE, SIZE, TIME, complete_words, json_option, option
 from ostraka.cli._output import echo_json, echo_lines, echo_text, with_schema
+from ostraka.cli._report import check_output, write_page
 from ostraka.errors import OstrakaError, printable, store_error
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def plan(context: click.Context, **given: Any) -> None:
         return
     if given["source"] is None:
         raise click.MissingParameter(ctx=context, param=context.command.params[0])
+    if given["report"] is not None:
+        check_output(given["report"])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is needed
     try:
         answers = _answer(context, given)
@@ -150,7 +153,6 @@ def plan(context: click.Context, **given: Any) -> None:
 
 
 def _write_report(output: str, source: str, answers: dict[str, PlanAnswer]) -> None:
-    from ostraka.cli._report import write_page
     from ostraka.report.plan import describe_plans
 
     document = describe_plans(source, answers)

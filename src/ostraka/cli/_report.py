@@ -56,6 +56,8 @@ def report(
       ostraka report --compare runs/a -o changes.html
       ostraka report runs/a --json | jq '.documents[0].steps[-1].metrics'
     """
+    if not as_json:
+        check_output(output)
     documents = _documents(path, compare, values, verified, names)
     if as_json:
         echo_json({"documents": documents})
@@ -87,6 +89,19 @@ def _documents(
         )
         for one in paths
     ]
+
+
+def check_output(output: str) -> None:
+    """Raise UsageError if no page can be written there, before anything is read for it."""
+    if Path(output).is_dir():
+        raise click.UsageError(
+            f"{printable(output)} is a directory; name the page, such as report.html"
+        )
+    folder = Path(output).parent
+    if not folder.is_dir():
+        raise click.UsageError(
+            f"there is no directory {printable(str(folder))} for the page; make it first"
+        )
 
 
 def write_page(output: str, title: str, documents: list[Document]) -> None:

@@ -29,8 +29,7 @@ from ostraka.cli._output import (
 )
 from ostraka.common.text import shorten
 from ostraka.errors import count_of, describe, printable
-from ostraka.report.steps import open_root
-from ostraka.storage import open_store
+from ostraka.report.steps import await_root, open_root
 
 if TYPE_CHECKING:
     from ostraka.report.schema import RunDocument, RunStep
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_METRICS = 6
 _LEAST_ROWS = 3
+_RESIZE_S = 0.2
+"""How often to look if the terminal has another size."""
 _COLOURS = {"damaged": "red", "forbidden": "yellow", "unsupported": "yellow"}
 
 
@@ -71,8 +72,10 @@ def top(directory: str, once: bool, every_s: float, as_json: bool) -> None:
     """
     from ostraka.report.run import RunReader
 
-    if once or as_json or open_store(directory).exists():
+    if once or as_json:
         open_root(directory)
+    else:
+        await_root(directory)
     reader = RunReader(directory)
     if as_json:
         echo_json(dict(reader.look()))
@@ -87,20 +90,28 @@ def _show_live(reader: Any, every_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    def lines() -> Text:
+    def look() -> RunDocument | str:
         try:
-            found = run_lines(reader.look(), screen_lines() - 1)
+            return reader.look()
         except OSError as error:  # The store may answer again.
-            found = [printable(describe(error))]
-        return Text.from_ansi("\n".join(found), no_wrap=True, overflow="ellipsis")
+            return printable(describe(error))
+
+    def draw(found: RunDocument | str) -> None:
+        lines = [found] if isinstance(found, str) else run_lines(found, screen_lines() - 1)
+        text = Text.from_ansi("\n".join(lines), no_wrap=True, overflow="ellipsis")
+        screen.update(text, refresh=True)
 
     screen = Live(Text(), console=Console(), screen=True, auto_refresh=False)
     with suppress(KeyboardInterrupt), _keys() as pressed, screen:
         while True:
-            screen.update(lines(), refresh=True)
+            found, drawn_at = look(), None
             ends_s = time.monotonic() + every_s
             while (left_s := ends_s - time.monotonic()) > 0:
-                if pressed(left_s) in ("q", "Q", "\x1b"):
+                size = (screen_width(), screen_lines())
+                if size != drawn_at:
+                    draw(found)
+                    drawn_at = size
+                if pressed(min(left_s, _RESIZE_S)) in ("q", "Q", "\x1b"):
                     return
 
 

@@ -17,10 +17,8 @@ from ostraka.cli._arguments import flag, json_option, option, parsed, path_argum
 from ostraka.cli._output import echo, echo_json, human_size
 from ostraka.cli._steps import show_metrics
 from ostraka.errors import printable
-from ostraka.manager.steps import Root
 from ostraka.manager.watch import BACKLOG, Watch
-from ostraka.report.steps import describe_step, open_root
-from ostraka.storage import open_store
+from ostraka.report.steps import await_root, describe_step
 
 
 def _split(text: str) -> list[str]:
@@ -74,10 +72,8 @@ def watch(root: str, command: list[str] | None, as_json: bool, **options: Any) -
       ostraka watch s3://bucket/runs --exec 'python evaluate.py {path}' --timeout 3600
       ostraka watch runs --after 4000 --json | jq .metrics.loss
     """
-    if open_store(root).exists():
-        place = open_root(root)
-    else:
-        place = Root(root)
+    place = await_root(root)
+    if not place.store.exists():
         _warn(f"waiting for {place.location}, where nothing is yet")
     # SIGTERM ends the program, so that the lease ends with it.
     with _on_sigterm(_terminate), closing(Watch(place, warn=_warn, **options)) as steps:

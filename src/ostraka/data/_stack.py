@@ -36,15 +36,21 @@ def describe_example(example: Any) -> ExampleSpec:
     """Return the structure of an example. Raises InvalidTree if JAX has no arrays for a leaf."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(example)
     names = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs)
+    arrays: list[Array] = []
     for name, (_, leaf) in zip(names, pairs, strict=True):
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if dtype_name(dtype) not in DTYPES:
+        described = f"leaf {name or '.'!r} of an example is a {type(leaf).__name__}"
+        remedy = "turn it into numbers, or leave it out with a map"
+        try:
+            array = np.asarray(leaf)
+        except Exception as error:  # A typed key, a tensor of an accelerator.
             raise InvalidTree(
-                f"leaf {name or '.'!r} of an example is a {type(leaf).__name__} of the dtype "
-                f"{dtype}, which JAX has no arrays for: turn it into numbers, or leave it out "
-                "with a map"
+                f"{described}, which numpy can't convert ({error}): {remedy}"
+            ) from error
+        if dtype_name(array.dtype) not in DTYPES:
+            raise InvalidTree(
+                f"{described} of the dtype {array.dtype}, which JAX has no arrays for: {remedy}"
             )
-    arrays = [np.asarray(leaf) for _, leaf in pairs]
+        arrays.append(array)
     if not arrays:
         raise InvalidTree(f"an example has no arrays: {example!r:.80}")
     shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]

@@ -206,6 +206,8 @@ class Manager:
         self._begun: int | None = None
         """The step of the running save, or of the last one."""
         self._lock = RootLock(self._root.store)
+        # A manager that is garbage-collected unclosed lets go at once, whoever else has its lock.
+        weakref.finalize(self, self._lock.release).atexit = False
         held = None if self._mirror is None else self._mirror.held
         self._retention = Retention(self._root, self._keep, self._lock.check_place, held)
         self._renamed: set[int] = set()

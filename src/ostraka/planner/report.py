@@ -189,7 +189,7 @@ CONTESTS = (
     ("total_bytes", "bytes in all"),
     ("host_bytes.most", "bytes on the busiest host"),
     ("host_bytes.skew", "even load"),
-    ("files.shards", "number of files"),
+    ("files.shards", "shard files"),
     ("files.largest.bytes", "largest file"),
     ("metadata_bytes", "metadata"),
     ("staging_bytes.accelerators", "staging memory"),

@@ -16,12 +16,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from email.message import Message
+from errno import EADDRINUSE
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from ostraka.errors import CheckpointNotFound, OstrakaError, describe, printable, store_error
@@ -30,7 +31,13 @@ from ostraka.report.page import policy, render
 from ostraka.report.run import RunReader
 from ostraka.storage import PathLike, Store
 
+if TYPE_CHECKING:
+    from ostraka.common.progress import OnBytes
+    from ostraka.report.measure import Progress
+    from ostraka.report.schema import CheckpointDocument, RunDocument
+
 _MOST_CONNECTIONS = 64
+"""When one more comes, the oldest that has not given the token goes."""
 _MOST_LISTENERS = 16
 _MOST_READERS = 2
 """Requests that read arrays at the same time."""
@@ -41,6 +48,8 @@ _REQUEST_S = 30.0
 _HEARTBEAT_S = 10.0
 _LOOK_S = 1.0
 """How often to look if a listener has gone."""
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+"""An address of IPv6 in brackets, or another name, and a port."""
 TOKEN = re.compile(r"[A-Za-z0-9_.~-]{16,200}")
 """A token can stand in an address as it is, and is too long to guess."""
 
@@ -51,6 +60,10 @@ class Refusal(Exception):
     def __init__(self, status: int, sentence: str):
         super().__init__(sentence)
         self.status = status
+
+
+class _HasLeft(Exception):
+    """Nobody waits for the answer any more."""
 
 
 class Board:
@@ -71,6 +84,8 @@ class Board:
         try:
             self._server = _Server((host, port), self)
         except OSError as error:
+            if error.errno == EADDRINUSE:
+                error.strerror = "the port is in use; choose another, or 0 for a free one"
             raise store_error("listen on", f"{host}:{port}", error) from error
         self.port = self._server.server_port
         shown = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
@@ -97,13 +112,13 @@ class Board:
 
     def check(self, headers: Message[str, str], query: Mapping[str, str]) -> None:
         """Refuse a request from another site, or without the token."""
-        host = headers.get("Host", "")
+        host = ", ".join(headers.get_all("Host", []))
         if not self._is_own(host):
             raise Refusal(403, f"this board answers to its own address only, not to {host!r:.80}")
-        origin = headers.get("Origin")
+        origin = ", ".join(headers.get_all("Origin", [f"http://{host}"]))
         site = headers.get("Sec-Fetch-Site")
         mode = headers.get("Sec-Fetch-Mode")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin not in (f"http://{host}", f"https://{host}"):
             raise Refusal(403, f"a page from {origin!r:.80} may not read this board")
         if site not in (None, "same-origin", "none") and mode != "navigate":
             raise Refusal(403, "a page from another site may not read this board")
@@ -112,14 +127,15 @@ class Board:
             raise Refusal(403, "the token is missing or wrong; open the address that was printed")
 
     def _is_own(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
+        found = _HOST.fullmatch(host)
+        name = "" if found is None else found[1] or found[2]
         return name.lower() in self._names or self._is_address(name)
 
-    def answer(self, path: str, query: Mapping[str, str]) -> Any:
-        """The JSON of a request. Raises Refusal, OstrakaError or KeyError."""
+    def answer(self, path: str, query: Mapping[str, str], watched: Progress) -> Any:
+        """The JSON of a request. Raises Refusal, OstrakaError or KeyError.
+
+        `watched` ends long work when nobody waits for it any more.
+        """
         if path == "/api/run":
             return self.feed.look()
         if path == "/api/checkpoint":
@@ -128,6 +144,16 @@ class Board:
             place = self._step(query, "path")
             # A board reads the values of one array at a time, when somebody looks at it.
             return self._read(lambda: describe_checkpoint(place, values=False))
+        if path == "/api/verify":
+            from ostraka.report.checkpoint import describe_checkpoint
+
+            name = self._name_of(query, "path")
+
+            def verify() -> CheckpointDocument:
+                place = self._reader.root.at(name)
+                return describe_checkpoint(place, values=False, verified=True, progress=watched)
+
+            return self._read(lambda: self.feed.check(name, verify))
         if path == "/api/leaf":
             from ostraka.report.checkpoint import describe_leaf_at
 
@@ -141,19 +167,30 @@ class Board:
         raise Refusal(404, f"this board has no page {path!r:.80}")
 
     def _step(self, query: Mapping[str, str], name: str) -> Store:
-        """The store of a step that a request names by its path or by its directory's name."""
+        return self._reader.root.at(self._name_of(query, name))
+
+    def _name_of(self, query: Mapping[str, str], name: str) -> str:
+        """The directory of a step that a request names by its path or by its directory."""
         wanted, root = query.get(name, ""), self._reader.root
-        known = {row["path"]: row["path"].rpartition("/")[2] for row in self.feed.look()["steps"]}
-        found = known.get(wanted) or (wanted if wanted in known.values() else None)
+        found = _find(wanted, self.feed.latest()) or _find(wanted, self.feed.look())
         if found is None:
             raise Refusal(404, f"{wanted!r:.200} is no step of {self.location}")
         if root.store.is_link(found):
             raise Refusal(403, f"{found} is a link, and a board shows nothing behind links")
-        return root.at(found)
+        return found
 
     def _read(self, work: Callable[[], Any]) -> Any:
         with self._readers:
             return work()
+
+
+def _find(wanted: str, run: RunDocument | None) -> str | None:
+    """The directory of a step that is in a document."""
+    for row in () if run is None else run["steps"]:
+        name = row["path"].rpartition("/")[2]
+        if wanted in (row["path"], name):
+            return name
+    return None
 
 
 def _names_of(host: str) -> frozenset[str]:
@@ -185,27 +222,61 @@ def is_loopback_address(name: str) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
+    """A thread for each connection, and no more of them than `_MOST_CONNECTIONS`.
+
+    Whoever opens connections and says nothing, or says it slowly, must not keep out others.
+    """
+
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], board: Board):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.board = board
-        self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, None] = {}
+        """Connections without a request that had the token, the oldest first."""
+        self._guests = 0
+        """How many are being answered since their request had the token."""
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._slots.acquire(blocking=False):
+        oldest = None
+        with self._lock:
+            if self._guests + len(self._strangers) >= _MOST_CONNECTIONS:
+                oldest = next(iter(self._strangers), request)
+                self._strangers.pop(oldest, None)
+            if oldest is not request:
+                self._strangers[request] = None
+        if oldest is not None:
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # Its thread reads the end, and closes it.
+        if oldest is request:
             self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
+        else:
+            super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._slots.release()
+            with self._lock:
+                self._strangers.pop(request, None)
+
+    @contextmanager
+    def answering(self, connection: socket.socket) -> Generator[None]:
+        """Keep a connection whose request had the token until it is answered."""
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._guests += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._guests -= 1
+                self._strangers[connection] = None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # A browser that has left. All other errors are answers.
@@ -253,19 +324,23 @@ class _Handler(BaseHTTPRequestHandler):
         # A GET has no body. Bytes that come as one would be taken for the next request.
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True
-        board, address = self.server.board, urlsplit(self.path)
+        board = self.server.board
         try:
+            if not self.path.startswith("/"):
+                raise Refusal(400, "the address of a request begins with /")
+            address = urlsplit(self.path)
             query = {name: texts[0] for name, texts in parse_qs(address.query).items()}
             if address.path == "/favicon.ico":
                 self._send(204, "image/x-icon", b"")
                 return
             board.check(self.headers, query)
-            if address.path == "/":
-                self._send(200, "text/html; charset=utf-8", board.page.encode())
-            elif address.path == "/api/events":
-                self._send_events()
-            else:
-                self._send_json(200, board.answer(address.path, query))
+            with self.server.answering(self.connection):
+                if address.path == "/":
+                    self._send(200, "text/html; charset=utf-8", board.page.encode())
+                elif address.path == "/api/events":
+                    self._send_events()
+                else:
+                    self._send_json(200, board.answer(address.path, query, self._watched))
         except Refusal as refusal:
             self._send_json(refusal.status, {"error": str(refusal)})
         except (CheckpointNotFound, FileNotFoundError) as error:
@@ -274,10 +349,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json(404, {"error": str(error.args[0] if error.args else error)})
         except OstrakaError as error:
             self._send_json(422, {"error": str(error)})
-        except (ConnectionError, TimeoutError):
-            self.close_connection = True  # The browser has left.
+        except (_HasLeft, ConnectionError, TimeoutError):
+            self.close_connection = True
         except Exception as error:
             self._send_json(500, {"error": describe(error)})
+
+    @contextmanager
+    def _watched(self, what: str, total_bytes: int) -> Generator[OnBytes]:
+        """Progress of work that ends when the browser has left."""
+
+        def on_bytes(done: int, total: int) -> None:
+            if _has_left(self.connection):
+                raise _HasLeft
+
+        yield on_bytes
 
     def _send_json(self, status: int, document: Any) -> None:
         data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ostraka.errors import describe
 from ostraka.report.run import RunReader
-from ostraka.report.schema import RunDocument
+from ostraka.report.schema import CheckpointDocument, RunDocument
 
 _IDLE_S = 30.0
 """How long the poller goes on when nobody listens."""
@@ -87,11 +87,28 @@ class Feed:
             self._changed.wait_for(lambda: self._is_newer(seen) or self._is_closed, timeout_s)
             return self._update if self._is_newer(seen) else None
 
+    def latest(self) -> RunDocument | None:
+        """The document of the last look, if there was one and it succeeded."""
+        with self._changed:
+            return None if self._update is None else self._update.document
+
     def look(self) -> RunDocument:
         """The document of the directory as it is now."""
         with self._looking:
             document = self._reader.look()
         self._note(document, None)
+        return document
+
+    def check(self, name: str, read: Callable[[], CheckpointDocument]) -> CheckpointDocument:
+        """What `read`, which reads every byte of a step, has found. All who listen learn of it."""
+        with self._looking:
+            version = self._reader.version_of(name)
+        document = read()
+        found = document["integrity"]
+        if found["read"]:
+            with self._looking:
+                self._reader.note_check(name, version, found["problems"])
+            self.look()
         return document
 
     @property
@@ -133,8 +150,9 @@ class Feed:
     def _pause_s(self, took_s: float, quiet_s: float) -> float:
         if not self._reader.root.store.traits.is_remote:
             return min(max(_PART * took_s, _LEAST_PAUSE_S), _LONGEST_LOCAL_PAUSE_S)
-        longest = max(_PART * took_s, _LEAST_REMOTE_PAUSE_S, quiet_s / _PART)
-        return min(longest, _LONGEST_PAUSE_S)
+        # A look takes a bucket a request for each 1,000 files, but hardly any work here.
+        pause_s = max(2 * took_s, _LEAST_REMOTE_PAUSE_S, quiet_s / _PART)
+        return min(pause_s, _LONGEST_PAUSE_S)
 
     def _note(self, document: RunDocument | None, problem: str | None) -> bool:
         """Note what a look found. Returns True if it is news."""

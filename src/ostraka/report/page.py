@@ -17,6 +17,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from ostraka._version import __version__
 from ostraka.report.schema import Page
 
 _MODULES = ("base", "charts", "run", "checkpoint", "comparison", "plan", "main")
@@ -70,7 +71,7 @@ _PLAIN_BYTES = 256 << 10
 
 def _data(page: Page) -> str:
     """The element with the documents."""
-    text = embed(page)
+    text = embed({"version": __version__, **page})
     if len(text) <= _PLAIN_BYTES:
         return f'<script type="application/json" id="data">{text}</script>'
     packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

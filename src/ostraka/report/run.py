@@ -22,7 +22,7 @@ from ostraka.formats.ostraka.source import OstrakaSource
 from ostraka.formats.source import Source
 from ostraka.formats.unknown import likely_steps
 from ostraka.integrity import verify
-from ostraka.layout.file_names import list_steps
+from ostraka.layout.file_names import ADDED_NAME, PIN_NAME, list_steps
 from ostraka.layout.spec import LeafSpec
 from ostraka.manager.leases import latest_of_each
 from ostraka.manager.run_file import (
@@ -71,6 +71,10 @@ class RunReader:
         """The leaves of the step that was read last, and their groups: mostly those of the next."""
         self._answers: dict[tuple[str, str], tuple[Any, Any]] = {}
         """By question and directory: its files then, and the answer."""
+        self._checks: dict[str, tuple[Any, list[str]]] = {}
+        """By directory: its files when all bytes were read, and the damage."""
+        self._versions: dict[str, Any] = {}
+        """By directory: its files at the last look."""
         self._expiry = Expiry()
 
     @property
@@ -94,6 +98,7 @@ class RunReader:
         kept = {step for step, count in held.items() if count} | _kept_for_mirror(mirror, run_file)
         metrics, best = _metrics(readable, rules)
         rows: list[RunStep] = []
+        self._versions = {step.names[0]: _version(step, files) for step in steps}
         for step in steps:
             state, problems = self._state(step, files, verified=verified)
             details = self._details_of(step, files)
@@ -133,6 +138,14 @@ class RunReader:
             "space": self._space(rows),
             "notes": [*_notes(rows, rules, run_file, problem), *self._hint(rows)],
         }
+
+    def version_of(self, name: str) -> Any:
+        """What tells if the files of a step are those of the last look."""
+        return self._versions.get(name)
+
+    def note_check(self, name: str, version: Any, problems: list[str]) -> None:
+        """Note what reading every byte of a step found, for looks while its files stay."""
+        self._checks[name] = (version, problems)
 
     # One step
 
@@ -178,6 +191,9 @@ class RunReader:
                 state = "forbidden"
             return state, [str(problem) for problem in step.problems]
         listed = files[step.names[0]]
+        checked, problems = self._checks.get(step.names[0], (None, []))
+        if checked is not None and checked == self._versions[step.names[0]]:
+            return "damaged" if problems else "verified", problems
         lost = self._remember("lost", step, files, lambda: lost_files(root, step, listed))
         if verified and not step.is_foreign:
             report = verify(root.path(step.names[0]), raises=False)
@@ -190,7 +206,7 @@ class RunReader:
     ) -> Value:
         """The answer about a step. It is asked again if a file in its directory has changed."""
         name = step.names[0]
-        key = (step.save_id, {rest: file.version for rest, file in files[name].items()})
+        key = self._versions[name]
         known = self._answers.get((question, name))
         if known is None or known[0] != key or not key[1]:
             known = self._answers[question, name] = (key, ask())
@@ -200,6 +216,7 @@ class RunReader:
         ids = {step.save_id for step in steps}
         self._details = {one: found for one, found in self._details.items() if one in ids}
         self._answers = {key: found for key, found in self._answers.items() if key[1] in files}
+        self._checks = {name: found for name, found in self._checks.items() if name in files}
 
     # The directory
 
@@ -235,6 +252,13 @@ class RunReader:
         with suppress(OSError):
             found = likely_steps(self._root.store)
         return [f"No step is here, but {found}." if found else "No step is here yet."]
+
+
+def _version(step: Step, files: FilesBelow) -> tuple[str | None, dict[str, Any]]:
+    """What changes if a save, damage or repair changes a step, and a pin or a metric does not."""
+    there = files[step.names[0]].items()
+    notes = (PIN_NAME, ADDED_NAME)
+    return step.save_id, {rest: file.version for rest, file in there if rest not in notes}
 
 
 # What the Manager says
@@ -368,10 +392,10 @@ def _notes(
         notes.append(
             f"The Manager in process {run_file.pid} of {run_file.host} ended without being closed."
         )
-    damaged = sum(row["state"] == "damaged" for row in rows)
+    damaged = [row["step"] for row in rows if row["state"] == "damaged"]
     if damaged:
         notes.append(
-            f"{count_of(damaged, 'step')} can't be used: ostraka verify lists the damage, and "
-            "ostraka repair repairs what it can."
+            f"{count_of(len(damaged), 'step')} can't be used ({list_steps(damaged)}): ostraka "
+            "verify lists the damage, and ostraka repair repairs what it can."
         )
     return notes

@@ -55,6 +55,16 @@ def open_root(path: PathLike) -> Root:
     return Root(path)
 
 
+def await_root(path: PathLike) -> Root:
+    """As `open_root`, but the directory need not exist yet. A file is none."""
+    store = open_store(path)
+    if store.exists():
+        return open_root(path)
+    if store.look("") is not None:
+        raise CheckpointNotFound(f"{store.location} is a file; give a directory of steps")
+    return Root(path)
+
+
 def step_at(path: str) -> tuple[Root, int]:
     """The directory and the number of a step by its path, such as `runs/7`.
 

@@ -61,15 +61,19 @@ export function formatBytes(count) {
   if (count === null || count === undefined) return "unknown";
   if (count < 1024) return `${count} B`;
   const power = Math.min(Math.floor(Math.log2(count) / 10), 6);
-  // Ties go to the even digit, as in Python: the page and the command print the same.
-  const tenths = count / 1024 ** power * 10, below = Math.floor(tenths);
-  const rounded = tenths - below === 0.5 ? below + below % 2 : Math.round(tenths);
-  return `${(rounded / 10).toFixed(1)} ${" KMGTPE"[power]}iB`;
+  return `${formatFixed(count / 1024 ** power, 1)} ${" KMGTPE"[power]}iB`;
+}
+
+/** As Python's `:.0f` and `:.1f`: ties go to the even digit, so that page and command agree. */
+function formatFixed(value, digits) {
+  const step = digits ? 0.5 : 1, below = Math.floor(value * 10 ** digits);
+  const isTie = value % step === step / 2;
+  return (isTie ? (below + below % 2) / 10 ** digits : value).toFixed(digits);
 }
 
 export function formatSeconds(seconds) {
   if (seconds === null || seconds === undefined) return "unknown";
-  if (seconds < 60) return seconds < 1 ? `${(seconds * 1000).toFixed(0)} ms` : `${seconds.toFixed(1)} s`;
+  if (seconds < 60) return seconds < 1 ? `${formatFixed(seconds * 1000, 0)} ms` : `${formatFixed(seconds, 1)} s`;
   const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
   const parts = [[Math.floor(hours / 24), "d"], [hours % 24, "h"], [minutes % 60, "min"]];
   const first = parts.findIndex(([number]) => number);
@@ -86,7 +90,8 @@ export function formatNumber(value, digits = 6) {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en-US");
-  const text = value.toPrecision(digits);
+  // As Python's %g: small numbers have an exponent, which is shorter than their zeros.
+  const text = Math.abs(value) < 1e-4 ? value.toExponential(digits - 1) : value.toPrecision(digits);
   return text.includes("e") ? text.replace(/\.?0+e/, "e") : text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 
@@ -125,6 +130,11 @@ export function decode(column, row) {
 
 export function card(title, ...children) {
   return h("section", { class: "card", "aria-label": title }, h("h2", {}, title), ...children);
+}
+
+/** A path that may break behind each of its names. */
+export function breakable(path) {
+  return path.split(/(?<=[^\s/.][/.])/).map((name, n) => [n ? h("wbr", {}) : null, name]);
 }
 
 /** Names and values in two columns. Values may be elements. Those without a value are left out. */

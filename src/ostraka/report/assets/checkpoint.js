@@ -1,7 +1,7 @@
 // The page of a checkpoint: a map of its bytes, its tree, single arrays, the save, the files.
 
 import {
-  badge, card, categoryColour, choice, command, copyButton, dataTable, decode, explain, facts, figures,
+  badge, breakable, card, categoryColour, choice, command, copyButton, dataTable, decode, explain, facts, figures,
   formatBytes, formatCount, formatNumber, formatSeconds, formatShape, formatShare, h,
   hideTip, legend, replaceAll, s, showTip, themeColour, visible,
 } from "./base.js";
@@ -41,7 +41,7 @@ function summaryCard(found, live) {
       "of arrays": formatBytes(totals.bytes),
       "in files": stored,
       arrays: totals.arrays.toLocaleString("en-US"),
-      [totals.files === 1 ? "file" : "files"]: totals.files.toLocaleString("en-US"),
+      [`${found.integrity.parity ? "shard and parity file" : found.format === "ostraka" ? "shard file" : "file"}${totals.files === 1 ? "" : "s"}`]: totals.files.toLocaleString("en-US"),
       [found.devices === 1 ? "device" : "devices"]: found.devices?.toLocaleString("en-US"),
       [found.processes === 1 ? "process" : "processes"]: found.processes?.toLocaleString("en-US"),
       step: found.step?.toLocaleString("en-US"),
@@ -86,7 +86,7 @@ function attentionCard(found, pick) {
   }
   if (!rows.length) return null;
   const element = card("Look at these arrays", dataTable([
-    { name: "array", value: ({ path }) => path, show: ({ path }) => h("span", { class: "mono ck-any" }, path) },
+    { name: "array", value: ({ path }) => path, show: ({ path }) => h("span", { class: "mono ck-any" }, breakable(path)) },
     { name: "why", value: ({ what }) => what, show: ({ what, kind }) => badge(what, kind) },
   ], rows, { most: 50, onpick: ({ row }) => pick(row, true) }));
   element.id = "attention";
@@ -255,7 +255,7 @@ function treemap(found, tree, pick) {
       else if (w > 40 && height_ > 16) {
         pen.save(); pen.beginPath(); pen.rect(x, y, w, height_); pen.clip();
         label(pen, inkOn(colour), "11px system-ui, sans-serif", node.name, "", x + 5, y + Math.min(11, height_ / 2), w - 10);
-        if (height_ > 32) label(pen, inkOn(colour), "10px system-ui, sans-serif", formatBytes(node.bytes), "", x + 5, y + 25, w - 10);
+        if (height_ > 32) label(pen, inkOn(colour), "10px system-ui, sans-serif", formatBytes(node.bytes), "", x + 5, y + 25, w - 10, true);
         pen.restore();
       }
     }
@@ -355,7 +355,7 @@ function inkOn(colour) {
   return 0.299 * r + 0.587 * g + 0.114 * b > 150 ? "#10131a" : "#ffffff";
 }
 
-function label(pen, colour, font, text, more, x, y, width) {
+function label(pen, colour, font, text, more, x, y, width, isWhole = false) {
   pen.font = font;
   pen.fillStyle = colour;
   let shown = visible(text);
@@ -363,7 +363,7 @@ function label(pen, colour, font, text, more, x, y, width) {
   const space = pen.measureText(shown).width;
   if (space > width) {
     const keep = Math.floor(shown.length * width / space) - 1;
-    if (keep < 2) return;
+    if (keep < 2 || isWhole) return;
     shown = `${shown.slice(0, keep)}…`;
   }
   pen.fillText(shown, x, y);
@@ -566,7 +566,7 @@ function leafPanel(found, live) {
   function draw(row, details, message) {
     const { leaves } = found, path = leaves.path[row], shape = leaves.shape[row];
     replaceAll(element, h("h2", {}, shape ? "Array" : "Value"),
-      h("p", { class: "mono ck-path" }, path),
+      h("p", { class: "mono ck-path" }, breakable(path)),
       h("div", { class: "ck-buttons" }, copyButton(path, "Copy path"), copyButton(pythonLine(found, path), "Copy Python")),
       facts({
         dtype: decode(leaves.dtype, row),
@@ -799,13 +799,14 @@ function processChart(found) {
 // The files
 
 const MOST_SQUARES = 2048;
+const KIND_NAMES = { shard: "square: arrays", parity: "round: parity", index: "pale: index and metadata" };
 const WORSE = ["missing", "damaged", "unread", "present", "verified"];
 
 function filesCard(found) {
   const { files, integrity } = found;
   if (!files.name.length) return null;
   const damaged = Object.entries(files.problem).map(([row, problem]) => ({ row: Number(row), problem }));
-  const counted = {};
+  const counted = {}, kinds = new Set(files.kind.codes.map((code) => files.kind.texts[code]));
   files.name.forEach((_, row) => { const state = decode(files.state, row); counted[state] = (counted[state] ?? 0) + 1; });
   const element = card("Files and integrity",
     integritySentence(found, damaged.length),
@@ -813,7 +814,9 @@ function filesCard(found) {
     integrity.repair ? command(integrity.repair) : null,
     !integrity.repair && integrity.verify ? command(integrity.verify) : null,
     h("h3", {}, "Files"), fileSquares(found),
-    legend(Object.entries(counted).map(([state, count]) => [`${state} ${count.toLocaleString("en-US")}`, STATES[state]])),
+    h("div", { class: "legend" },
+      Object.entries(counted).map(([state, count]) => h("span", {}, h("i", { style: { background: STATES[state] } }), `${state} ${count.toLocaleString("en-US")}`)),
+      kinds.size > 1 ? Object.entries(KIND_NAMES).filter(([kind]) => kinds.has(kind)).map(([kind, name]) => h("span", {}, h("i", { class: `ck-kind ${kind}` }), name)) : null),
     integrity.parity ? parityPart(found) : null,
     fileTable(found));
   element.id = "files";
@@ -821,7 +824,8 @@ function filesCard(found) {
 }
 
 function integritySentence(found, damaged) {
-  const { integrity } = found, files = formatCount(found.files.name.length, "file");
+  const { integrity } = found, count = found.files.name.length, others = count - found.totals.files;
+  const files = `${formatCount(count, "file")}${others > 0 && found.format === "ostraka" ? ` (${others.toLocaleString("en-US")} of them index and metadata)` : ""}`;
   if (integrity.state === "damaged") {
     const covers = integrity.restorable ? "Parity makes up for all of it: a restore reads the checkpoint in full, and this command repairs it:"
       : integrity.repair?.includes("--from") ? `${integrity.parity ? "Parity can't make up for all of it." : "It has no parity."} Give the command another copy, such as a mirror:` : "This command repairs it:";
@@ -871,7 +875,7 @@ function parityPart(found) {
       { name: "parity", value: () => parity.count, right: true },
       { name: "affected", value: ({ lost }) => lost, show: ({ lost }) => (lost ? badge(`${lost} lost or damaged`, lost > parity.count ? "bad" : "warn") : badge("none", "good")) },
       { name: "bytes", value: ({ group }) => group.reduce((sum, row) => sum + files.bytes[row], 0), show: ({ group }) => formatBytes(group.reduce((sum, row) => sum + files.bytes[row], 0)), right: true },
-      { name: "members", value: ({ group }) => files.name[group[0]], show: ({ group }) => h("span", { class: "mono ck-any" }, group.map((row) => files.name[row].split("/").at(-1).replace(".safetensors", "")).join(" ")) },
+      { name: "members", value: ({ group }) => files.name[group[0]], show: ({ group }) => h("span", { class: "mono wrap" }, group.map((row) => files.name[row].split("/").at(-1).replace(".safetensors", "")).join(" ")) },
     ], rows, { sort: "affected", descending: true, most: 50 }));
 }
 
@@ -883,7 +887,7 @@ function fileTable(found) {
     { name: "process", value: (row) => files.process[row], right: true },
     { name: "host", value: (row) => decode(files.host, row) },
     { name: "bytes", value: (row) => files.bytes[row], show: (row) => formatBytes(files.bytes[row]), right: true },
-    { name: "state", value: (row) => WORSE.indexOf(decode(files.state, row)), show: (row) => { const state = decode(files.state, row); return [badge(state, { verified: "good", missing: "bad", damaged: "bad" }[state] ?? ""), files.problem[row] ? ` ${files.problem[row]}` : null]; } },
+    { name: "state", value: (row) => WORSE.indexOf(decode(files.state, row)), show: (row) => { const state = decode(files.state, row); return [badge(state, { verified: "good", missing: "bad", damaged: "bad" }[state] ?? ""), files.problem[row] ? h("span", { class: "wrap" }, ` ${files.problem[row]}`) : null]; } },
   ], rows, { most: 200, sort: Object.keys(files.problem).length ? "state" : null });
   const box = h("details", { class: "ck-table", ontoggle: () => { if (box.open && box.childElementCount === 1) box.append(table()); } }, h("summary", {}, `All ${formatCount(rows.length, "file")}`));
   return box;

@@ -330,13 +330,13 @@ function leafTable(leaves, rows) {
   const norm = (name, column) => ({ name, right: true, value: (row) => (column[row] === null ? null : asNumber(column[row])), show: (row) => formatNumber(column[row], 4) });
   return dataTable([
     { name: "leaf", value: leaves.path, show: (row) => h("code", {}, leaves.path(row)) },
-    { name: "differs in", value: leaves.state },
-    { name: "shape", value: (row) => leaves.elements(row), show: (row) => decode(table.shape, row) || "–" },
-    { name: "changed", right: true, value: leaves.changed, show: (row) => (leaves.changed(row) === null ? "–" : leaves.changed(row) === leaves.elements(row) ? `all ${formatNumber(leaves.elements(row))}` : formatNumber(leaves.changed(row))) },
-    norm("‖a‖", table.norm_a), norm("‖b‖", table.norm_b), norm("‖b − a‖", table.norm_delta),
     { name: "relative", right: true, value: (row) => sortableRelative(leaves.relative(row)), show: (row) => formatRelative(leaves.relative(row)) },
-    { name: "NaN, inf", right: true, value: leaves.nan },
+    norm("‖b − a‖", table.norm_delta), norm("‖a‖", table.norm_a), norm("‖b‖", table.norm_b),
+    { name: "changed", right: true, value: leaves.changed, show: (row) => (leaves.changed(row) === null ? "–" : leaves.changed(row) === leaves.elements(row) ? `all ${formatNumber(leaves.elements(row))}` : formatNumber(leaves.changed(row))) },
+    { name: "NaN, inf", right: true, value: leaves.nan, show: (row) => (leaves.nan(row) ? formatNumber(leaves.nan(row)) : "") },
     { name: "flag", value: leaves.flag, show: (row) => (leaves.flag(row) ? [markShape(leaves.flag(row)), " ", FLAG_NAMES[leaves.flag(row)]] : "") },
+    { name: "shape", value: (row) => leaves.elements(row), show: (row) => decode(table.shape, row) || "–" },
+    { name: "differs in", value: leaves.state },
   ], rows, { sort: rows.length > 1 ? "relative" : null, descending: true });
 }
 

@@ -1,6 +1,6 @@
 // Puts the documents of the page on the screen: tabs, theme, and the connection to a board.
 
-import { formatAge, formatTime, h, hideTip, readPage, replaceAll, themeButton } from "./base.js";
+import { breakable, formatAge, formatBytes, formatTime, h, hideTip, readPage, replaceAll, themeButton } from "./base.js";
 import { drawCheckpoint } from "./checkpoint.js";
 import { drawComparison } from "./comparison.js";
 import { drawPlan } from "./plan.js";
@@ -17,13 +17,13 @@ function titleOf(found) {
 }
 
 function headOf(found) {
-  return h("header", { class: "title" }, h("span", { class: "kind" }, KINDS[found.kind]), h("h1", {}, titleOf(found)));
+  return h("header", { class: "title" }, h("span", { class: "kind" }, KINDS[found.kind]), h("h1", {}, breakable(titleOf(found))));
 }
 
 /** Draw the bar, `main` and the foot of the page. */
 function drawFrame(main, tabs) {
   const bar = h("nav", { class: "bar" }, h("span", { class: "brand" }, "ostraka"), tabs, h("span", { class: "spring" }), h("span", { id: "live", class: "muted", role: "status" }), themeButton());
-  replaceAll(root, bar, main, h("footer", { class: "muted" }, `Made by ostraka ${page.version ?? ""} ${page.at ? formatTime(page.at) : ""}`));
+  replaceAll(root, bar, main, h("footer", { class: "muted" }, `Made by ostraka ${page.version}${page.at ? `, ${formatTime(page.at)}` : ""}`));
 }
 
 /** Draw all documents. Several get tabs. */
@@ -67,8 +67,8 @@ function startBoard({ token, path }) {
     status.dataset.state = kind;
   }
 
-  async function ask(name, query = {}) {
-    const answer = await fetch(`/api/${name}?${new URLSearchParams(query)}`, { headers: { "X-Ostraka-Token": token } });
+  async function ask(name, query = {}, signal = null) {
+    const answer = await fetch(`/api/${name}?${new URLSearchParams(query)}`, { headers: { "X-Ostraka-Token": token }, signal });
     const found = await answer.json();
     if (!answer.ok) throw Object.assign(new Error(found.error), { status: answer.status });
     return found;
@@ -81,12 +81,36 @@ function startBoard({ token, path }) {
     openComparison: (a, b) => { location.hash = `#compare/${encodeURIComponent(a)}/${encodeURIComponent(b)}`; },
   };
 
+  /** Read every byte of a step, and show what that found. Whoever leaves meanwhile ends it. */
+  async function verify(found, button) {
+    const leaving = new AbortController(), leave = () => leaving.abort();
+    button.disabled = true;
+    button.textContent = `Reading ${formatBytes(found.totals.stored_bytes)} …`;
+    window.addEventListener("hashchange", leave, { once: true });
+    try {
+      drawFound(await ask("verify", { path: found.path }, leaving.signal));
+    } catch (error) {
+      button.textContent = "Verify again";
+      button.disabled = false;
+      button.after(h("span", { class: "notice bad", role: "alert" }, error.message));
+    }
+    window.removeEventListener("hashchange", leave);
+  }
+
   /** The way back to the run, and from a step to its comparison with another one. */
   function wayBack(found) {
     const others = run ? run.steps.filter((row) => row.path !== found.path) : [];
     const pick = h("select", { "aria-label": "Compare with", onchange: (event) => live.openComparison(event.target.value, found.path) },
       h("option", { value: "" }, "Compare with …"), others.toReversed().map((row) => h("option", { value: row.path }, `step ${row.step}`)));
-    return h("p", { class: "way" }, h("a", { href: "#" }, `← ${path}`), found.kind === "checkpoint" && others.length ? pick : null);
+    const isStep = found.kind === "checkpoint";
+    const check = isStep && found.integrity.verify
+      ? h("button", { type: "button", id: "verify", title: "Read every byte and compare it with its checksum", onclick: (event) => verify(found, event.target) }, `Verify ${formatBytes(found.totals.stored_bytes)}`)
+      : null;
+    return h("p", { class: "way" }, h("a", { href: "#" }, `← ${path}`), isStep && others.length ? pick : null, check);
+  }
+
+  function drawFound(found) {
+    replaceAll(main, wayBack(found), headOf(found), DRAW[found.kind](found, live));
   }
 
   function drawRunHere() {
@@ -114,7 +138,7 @@ function startBoard({ token, path }) {
     }
     if (location.hash !== wanted) return;
     if (problem !== null) replaceAll(main, wayBack({}), h("div", { class: "notice bad" }, problem));
-    else replaceAll(main, wayBack(found), headOf(found), DRAW[found.kind](found, live));
+    else drawFound(found);
     window.scrollTo(0, 0);
     document.documentElement.dataset.ready = "yes";
   }

@@ -156,11 +156,17 @@ function drawPlans(found, chosen, moved, isAlone) {
   const intervals = drawIntervals(all);
   if (isAlone) return h("div", { class: "cards" }, drawOverview(all[0], true), drawDetails(all[0], "half"), intervals, drawFindings(all[0]));
   return h("div", { class: "cards" }, drawContest(found, all),
-    h("div", { class: `plan-columns ${all.length === 3 ? "three" : ""}` }, all.map((one) => h("div", { class: "cards" }, drawOverview(one, false), drawDetails(one, ""), drawFindings(one)))),
+    h("div", { class: `plan-columns ${all.length === 3 ? "three" : ""}` }, drawColumns(all)),
     intervals);
 }
 
 // Several plans side by side
+
+function drawColumns(all) {
+  const columns = all.map((one) => [drawOverview(one, false), ...drawDetails(one, ""), drawFindings(one)].filter(Boolean));
+  const rows = Math.max(...columns.map((cards) => cards.length));
+  return columns.map((cards) => { const column = h("div", { class: "cards" }, cards); column.style.setProperty("--rows", rows); return column; });
+}
 
 function numberAt(one, key) {
   if (key === "save.duration_s") return one.times.save_s;
@@ -182,12 +188,11 @@ function drawContest(found, all) {
     const least = Math.min(...values), limit = key.endsWith("skew") ? least + PLAN_ALIKE : least * (1 + PLAN_ALIKE);
     const best = values.map((value) => value <= limit), isEven = best.every(Boolean);
     const isEqual = values.every((value) => value === values[0]);
-    return h("tr", {}, h("th", { scope: "row" }, title),
-      values.map((value, n) => h("td", { class: `right ${best[n] && !isEven ? "best" : ""}` }, best[n] && !isEven ? badge("better", "good") : null, " ", showAt(key, value))),
-      h("td", { class: "muted" }, isEqual ? "equal" : isEven ? "equal within 1 %" : ""));
+    return h("tr", {}, h("th", { scope: "row" }, title, isEven ? h("small", {}, isEqual ? " equal" : " equal within 1 %") : null),
+      values.map((value, n) => h("td", { class: `right ${best[n] && !isEven ? "best" : ""}` }, best[n] && !isEven ? badge("better", "good") : null, " ", showAt(key, value))));
   });
   return card("Side by side", h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "side by side" }, h("table", { class: "contest" },
-    h("thead", {}, h("tr", {}, h("td", {}), all.map(({ variant }) => h("th", { scope: "col", class: "right" }, variant.name)), h("td", {}))), h("tbody", {}, rows))));
+    h("thead", {}, h("tr", {}, h("td", {}), all.map(({ variant }) => h("th", { scope: "col", class: "right" }, variant.name)))), h("tbody", {}, rows))));
 }
 
 // One plan
@@ -203,8 +208,8 @@ function drawOverview({ variant, plan, times }, isAlone) {
       "in all": formatBytes(plan.total_bytes),
       "compressed, about": plan.compressed ? formatBytes(plan.compressed.total_bytes) : null,
       "on the busiest host": formatBytes(plan.host_bytes.most),
-      "files": plan.files.in_all.toLocaleString("en-US"),
-      "the largest": plan.files.largest ? formatBytes(plan.files.largest.bytes) : null,
+      "files, with metadata": plan.files.in_all.toLocaleString("en-US"),
+      "largest file": plan.files.largest ? formatBytes(plan.files.largest.bytes) : null,
       "to save": formatSeconds(times.save_s),
       "save_async blocks": formatSeconds(times.save_async_blocked_s),
       "to restore": formatSeconds(times.restore_s),
@@ -240,13 +245,13 @@ function drawDetails(one, size) {
     ]), h("p", { class: "muted" }, "The time of the transfer alone. save blocks for all of it.")),
     make("Bytes per host", barChart(numbers.hosts.map((host, n) => ({ x: host, parts: { "written by a host": numbers.host_bytes[n] / unit } })), { "written by a host": "var(--c0)" }, { xLabel: "host", yLabel: "bytes", showX: String, showY: showUnits }),
       h("p", { class: "muted" }, `${chosenHosts}From ${formatBytes(plan.host_bytes.least)} to ${formatBytes(plan.host_bytes.most)}; the busiest has ${(100 * plan.host_bytes.skew).toFixed(2)} % more than the mean.`)),
-    make("Files by size", barChart(numbers.file_bytes.counts.map((count, n) => ({ x: numbers.file_bytes.edges[n], parts: { files: count } })), { files: "var(--c4)" }, { xLabel: "from size, to twice of it", yLabel: "files", showX: formatBytes, showY: (count) => count.toLocaleString("en-US") }),
+    make("Files by size", barChart(numbers.file_bytes.counts.map((count, n) => ({ x: numbers.file_bytes.edges[n], parts: { files: count } })), { files: "var(--c4)" }, { xLabel: "size of a file, up to twice of it", yLabel: "files", showX: formatBytes, showY: (count) => count.toLocaleString("en-US") }),
       h("p", { class: "muted" }, `${formatCount(plan.files.shards, "shard")}, and ${formatBytes(plan.metadata_bytes)} of metadata.`)),
     make("If something is lost", dataTable([
       { name: "lost", value: (row) => row.name },
       { name: "to bring back", right: true, value: (row) => row.bytes, show: (row) => formatBytes(row.bytes) },
       { name: "takes", right: true, value: (row) => row.s, show: (row) => formatSeconds(row.s) },
-      { name: "of it", value: (row) => row.note },
+      { name: "held elsewhere", value: (row) => row.note },
     ], recoveryRows(plan, times)), h("p", { class: "muted" }, plan.parity && plan.parity.covers ? `Parity stands the loss of any ${plan.parity.count === 1 ? PARITY_NOUNS[plan.parity.covers] : `two ${plan.parity.covers}`}.` : "Lost files need a copy, or --parity.")),
     make("Memory and requests", facts({
       "staging memory of a host": `${formatBytes(staging.accelerators)} with accelerators, ${formatBytes(staging.cpu)} on CPUs`,
@@ -276,9 +281,9 @@ function showAdvice(advice) {
 function recoveryRows(plan, times) {
   const { lost_shard: shard, lost_host: host, lost_disk: disk } = plan.recovery;
   return [
-    shard ? { name: "the largest shard", bytes: shard.size_bytes, s: times.lost_shard_s, note: `${formatBytes(shard.held_elsewhere_bytes)} is on other devices, too` } : null,
-    { name: "a host", bytes: host.held_bytes, s: times.lost_host_s, note: `${formatBytes(host.sole_bytes)} is on no other host` },
-    { name: "a host's disk", bytes: disk.written_bytes, s: times.lost_disk_s, note: `${formatBytes(disk.held_elsewhere_bytes)} is on other hosts, too` },
+    shard ? { name: "the largest shard", bytes: shard.size_bytes, s: times.lost_shard_s, note: `${formatBytes(shard.held_elsewhere_bytes)}, on other devices` } : null,
+    { name: "a host", bytes: host.held_bytes, s: times.lost_host_s, note: `${formatBytes(host.held_bytes - host.sole_bytes)}, on other hosts` },
+    { name: "a host's disk", bytes: disk.written_bytes, s: times.lost_disk_s, note: `${formatBytes(disk.held_elsewhere_bytes)}, on other hosts` },
   ].filter(Boolean);
 }
 

@@ -1,7 +1,7 @@
 // The page of a run: its steps in time, metrics, sizes, save times, and what goes next.
 
 import { append, asNumber, badge, card, choice, dataTable, facts, figures, formatAge, formatBytes, formatCount, formatNumber, formatSeconds, formatTime, h, hideTip, replaceAll, s, showTip } from "./base.js";
-import { extent, linearScale, niceTicks } from "./charts.js";
+import { extent, frame, linearScale, niceTicks, plot, widthOf } from "./charts.js";
 
 const STEP_STATES = {
   committed: ["committed: all files are listed with their sizes", "var(--c0)", ""],
@@ -15,7 +15,7 @@ const TIME_COLOURS = { blocked: "var(--c3)", background: "var(--c5)" };
 const PLOT = { left: 58, right: 14, top: 14, bottom: 30 };
 
 /** What a person chose on the page. It outlives the next drawing. */
-const runView = { table: {}, by: "time", widths: {} };
+const runView = { table: {}, by: "time" };
 
 /** The page of a run. On a board `live.open(path)` shows a step. */
 export function drawRun(found, live) {
@@ -45,7 +45,7 @@ function runSummary(found) {
     saved: last ? ageOf(last) : null,
     "in all": formatBytes(found.bytes),
     "blocked for a save (median)": medianText(found.steps.map((row) => row.blocked_s)),
-    "goes next": goesNext(found),
+    "deleted after the next save": goesNext(found),
     "free on the disk": found.space ? formatBytes(found.space.free_bytes) : null,
     "saves until the disk is full": found.space?.saves_left != null ? formatNumber(found.space.saves_left) : null,
     mirror: found.mirror ? mirrorText(found.mirror) : null,
@@ -82,38 +82,30 @@ function mirrorText(mirror) {
   return mirror.lag_s === null ? `${formatNumber(mirror.waiting.length)} waiting` : `${formatSeconds(mirror.lag_s)} behind`;
 }
 
-// Charts. They are drawn at their width in pixels, so that letters stay readable on any screen.
+// Charts. All have the steps as their x axis, and show the same step when one is picked.
 
-function plot(name, height, draw) {
-  const box = h("div", { class: "plot" });
-  let drawn = 0;
-  box.style.minHeight = `${height}px`;
-  const drawAt = (width) => {
-    if (!width || width === drawn) return;
-    runView.widths[name] = drawn = width;
-    replaceAll(box, draw(width));
-  };
-  // At once if it was drawn before: a page that is drawn again must not jump.
-  drawAt(runView.widths[name]);
-  new ResizeObserver(() => drawAt(Math.floor(box.clientWidth))).observe(box);
-  return box;
-}
-
-function frame(width, height, label) {
-  return s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
-}
-
+/** The lines and labels of a y axis, and the pixels to its left. */
 function yAxis(y, low, high, width, show) {
   // Sizes are shown in powers of 1024, so their ticks are round numbers of those.
   const unit = show === formatBytes ? 1024 ** Math.floor(Math.log2(Math.max(high, 1)) / 10) : 1;
-  return niceTicks(low / unit, high / unit, 4).map((tick) => tick * unit).flatMap((tick) => [
-    s("line", { x1: PLOT.left, x2: width - PLOT.right, y1: y(tick), y2: y(tick), class: "grid" }),
-    s("text", { x: PLOT.left - 8, y: y(tick) + 4, "text-anchor": "end", class: "tick" }, show(tick)),
-  ]);
+  const ticks = niceTicks(low / unit, high / unit, 4).map((tick) => tick * unit), left = leftOfSteps(ticks.map(show));
+  return [left, ticks.flatMap((tick) => [
+    s("line", { x1: left, x2: width - PLOT.right, y1: y(tick), y2: y(tick), class: "grid" }),
+    s("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end", class: "tick" }, show(tick)),
+  ])];
+}
+
+/** The same for most charts, so that they are aligned. */
+function leftOfSteps(texts) {
+  return Math.max(PLOT.left, widthOf(texts) + 4);
+}
+
+function tickSeconds(seconds) {
+  return seconds > 0 && seconds < 1 ? `${formatNumber(seconds * 1000, 3)} ms` : formatSeconds(seconds);
 }
 
 /** Labels below some of the steps, as many as there is room for, and the name of the axis. */
-function stepLabels(rows, xs, width, height) {
+function stepLabels(rows, xs, left, width, height) {
   const texts = rows.map((row) => formatNumber(row.step));
   const room = Math.max(...texts.map((text) => text.length)) * 7 + 18, labels = [];
   let free = -Infinity;
@@ -123,7 +115,7 @@ function stepLabels(rows, xs, width, height) {
     labels.push(s("text", { x: xs[n], y: height - 12, "text-anchor": "middle", class: "tick" }, text));
     free = xs[n] + room / 2;
   });
-  return [s("line", { x1: PLOT.left, x2: width - PLOT.right, y1: height - PLOT.bottom, y2: height - PLOT.bottom, class: "axis" }), labels,
+  return [s("line", { x1: left, x2: width - PLOT.right, y1: height - PLOT.bottom, y2: height - PLOT.bottom, class: "axis" }), labels,
     s("text", { x: 4, y: height - 12, class: "label" }, "step")];
 }
 
@@ -196,13 +188,14 @@ function stepShape(row, x, y, r) {
   return s("circle", { cx: x, cy: y, r, fill: colour, class: "mark committed" });
 }
 
-function pinShape(x, y) {
-  return s("path", { d: `M${x} ${y}v-9h7l-2 2.5l2 2.5h-7`, fill: "var(--c4)", stroke: "var(--c4)", class: "mark pinned" });
-}
-
-function bestShape(x, y) {
-  return s("path", { d: `M${x} ${y - 5}l1.6 3.4l3.6 .4l-2.7 2.5l.8 3.7l-3.3 -1.9l-3.3 1.9l.8 -3.7l-2.7 -2.5l3.6 -.4z`, fill: "var(--c1)", class: "mark best" });
-}
+/** What a step can have besides its state: a row below the steps for each. */
+const STEP_LANES = [
+  ["pinned", (row) => row.pinned, (x, y) => s("path", { d: `M${x - 3} ${y + 5}v-10h8l-2.5 3l2.5 3h-8`, fill: "var(--c4)", stroke: "var(--c4)", class: "mark pinned" })],
+  ["best", (row) => row.best.length > 0, (x, y) => s("path", { d: `M${x} ${y - 5}l1.6 3.4l3.6 .4l-2.7 2.5l.8 3.7l-3.3 -1.9l-3.3 1.9l.8 -3.7l-2.7 -2.5l3.6 -.4z`, fill: "var(--c1)", class: "mark best" })],
+  ["mirrored", (row) => row.mirrored !== null, (x, y, row) => s("path", { d: `M${x - 4} ${y - 4}h8v8h-8z`, fill: row.mirrored ? "var(--c2)" : "var(--card)", stroke: row.mirrored ? "var(--c2)" : "var(--warn)", "stroke-width": 1.5, class: row.mirrored ? "mark mirrored" : "mark waiting" })],
+  ["held", (row) => row.held > 0, (x, y) => s("g", { class: "mark held" }, s("circle", { cx: x, cy: y, r: 4.5, fill: "none", stroke: "var(--c3)", "stroke-width": 1.5 }), s("circle", { cx: x, cy: y, r: 1.8, fill: "var(--c3)" }))],
+];
+const LANE_NAMES = { best: "best by a metric", held: "held by a reader" };
 
 function shapeLegend(found) {
   const has = (test) => found.steps.some(test), entry = (shape, text) => h("span", {}, s("svg", { width: 16, height: 14, viewBox: "0 0 16 14", "aria-hidden": "true" }, shape), text);
@@ -210,8 +203,8 @@ function shapeLegend(found) {
   return h("div", { class: "legend" },
     Object.entries(STEP_STATES).filter(([state]) => has((row) => row.state === state)).map(([state, [text]]) => entry(stepShape({ ...plain, state }, 7, 7, 4), text)),
     has((row) => row.goes_next) ? entry(stepShape({ state: "committed", goes_next: true }, 7, 7, 5), "deleted after the next save") : null,
-    has((row) => row.pinned) ? entry(pinShape(4, 12), "pinned") : null,
-    has((row) => row.best.length) ? entry(bestShape(7, 6), "best by a metric") : null);
+    STEP_LANES.filter(([, is]) => has(is)).map(([name, is, shape]) => entry(shape(7, 7, { mirrored: true }), LANE_NAMES[name] ?? name)),
+    has((row) => row.mirrored === false) ? entry(STEP_LANES[2][2](7, 7, { mirrored: false }), "not mirrored yet") : null);
 }
 
 function stepsCard(found, shared) {
@@ -219,7 +212,7 @@ function stepsCard(found, shared) {
   const hasTimes = rows.every((row) => row.saved_at !== null);
   const draw = () => {
     const byTime = hasTimes && runView.by === "time";
-    replaceAll(box, plot("steps", 96, (width) => drawSteps(rows, shared, width, byTime)));
+    replaceAll(box, plot("steps", heightOfSteps(rows), (width) => drawSteps(rows, shared, width, byTime)));
   };
   const options = choice("Axis", [["time", "time"], ["step", "step"]], runView.by, (value) => { runView.by = value; draw(); });
   draw();
@@ -228,18 +221,32 @@ function stepsCard(found, shared) {
   return section;
 }
 
+function lanesOf(rows) {
+  return STEP_LANES.filter(([, is]) => rows.some(is));
+}
+
+function heightOfSteps(rows) {
+  return 66 + 18 * lanesOf(rows).length;
+}
+
 function drawSteps(rows, shared, width, byTime) {
-  const height = 96, middle = 44, at = (row) => (byTime ? row.saved_at : row.step);
+  const height = heightOfSteps(rows), middle = 24, at = (row) => (byTime ? row.saved_at : row.step), lanes = lanesOf(rows);
   const [low, high] = rows.length > 1 ? extent(rows.map(at)) : [at(rows[0]) - 1, at(rows[0]) + 1];
-  const r = rows.length > 400 ? 2.5 : rows.length > 120 ? 3.5 : 5;
-  const x = linearScale(low, high, 18, width - 18), xs = rows.map((row) => x(at(row)));
+  const r = rows.length > 400 ? 2.5 : rows.length > 120 ? 3.5 : 5, left = lanes.length ? 78 : 18;
+  const x = linearScale(low, high, left, width - 18), xs = rows.map((row) => x(at(row)));
   const drawing = frame(width, height, `${rows.length} steps over ${byTime ? "time" : "step numbers"}`);
-  drawing.append(s("line", { x1: 10, x2: width - 10, y1: middle, y2: middle, class: "axis" }));
+  drawing.append(s("line", { x1: left - 8, x2: width - 10, y1: middle, y2: middle, class: "axis" }));
   // Damage and deletion are drawn last, above their neighbours.
   const order = rows.map((row, n) => n).sort((a, b) => (rows[a].state !== "committed" || rows[a].goes_next) - (rows[b].state !== "committed" || rows[b].goes_next));
   append(drawing, order.map((n) => stepShape(rows[n], xs[n], middle, r)));
-  append(drawing, rows.map((row, n) => [row.pinned ? pinShape(xs[n], middle - r - 2) : null, row.best.length ? bestShape(xs[n], middle + r + 9) : null]));
-  append(drawing, byTime ? timeLabels(low, high, x, width, height) : niceTicks(low, high, width / 110).map((tick) => s("text", { x: x(tick), y: height - 10, "text-anchor": "middle", class: "tick" }, formatNumber(tick))));
+  lanes.forEach(([name, is, shape], lane) => {
+    const y = middle + 22 + 18 * lane;
+    append(drawing, [
+      s("line", { x1: left - 8, x2: width - 10, y1: y, y2: y, class: "grid" }), s("text", { x: 2, y: y + 4, class: "label" }, name),
+      rows.map((row, n) => (is(row) ? shape(xs[n], y, row) : null))]);
+  });
+  if (lanes.length) drawing.append(s("text", { x: 2, y: middle + 4, class: "label" }, "saved"));
+  append(drawing, byTime ? timeLabels(low, high, x, width, height) : niceTicks(low, high, width / 110).map((tick) => s("text", { x: x(tick), y: height - 8, "text-anchor": "middle", class: "tick" }, formatNumber(tick))));
   return pickable(drawing, xs, shared, { width, height: height + 10, label: "Steps" });
 }
 
@@ -252,9 +259,11 @@ function timeLabels(low, high, x, width, height) {
     const text = new Date(at * 1000).toISOString(), here = text.slice(0, 10);
     const shown = isDaily ? here : `${here === day ? "" : `${here.slice(5)} `}${step < 60 ? text.slice(11, 19) : text.slice(11, 16)}`;
     day = here;
-    if (x(at) > 30 && x(at) < width - 30) labels.push(s("text", { x: x(at), y: height - 10, "text-anchor": "middle", class: "tick" }, shown));
+    if (x(at) > 30 && x(at) < width - 30) labels.push(s("text", { x: x(at), y: height - 8, "text-anchor": "middle", class: "tick" }, shown));
   }
-  return labels;
+  if (labels.length) return labels;
+  // The steps are less than a few seconds apart.
+  return [s("text", { x: x(low), y: height - 8, class: "tick" }, formatTime(low)), width > 520 ? s("text", { x: x(high), y: height - 8, "text-anchor": "end", class: "tick" }, `${formatNumber(span, 3)} s later`) : null];
 }
 
 // Metrics
@@ -262,9 +271,11 @@ function timeLabels(low, high, x, width, height) {
 function metricCard(found, name, shared) {
   const about = found.metrics[name], rows = found.steps;
   const best = rows.find((row) => row.step === about.best_step);
+  const odd = rows.filter((row) => typeof row.metrics[name] === "string");
   const section = card(name,
     h("p", { class: "reading" }, h("b", {}, formatNumber(about.latest)), h("span", { class: "muted" }, " latest"),
-      best ? [h("b", {}, formatNumber(best.metrics[name])), h("span", { class: "muted" }, ` best (${about.better === "low" ? "lowest" : "highest"}), step ${formatNumber(best.step)}`)] : null),
+      best ? [h("b", {}, formatNumber(best.metrics[name])), h("span", { class: "muted" }, ` best (${about.better === "low" ? "lowest" : "highest"}), step ${formatNumber(best.step)}`)] : null,
+      odd.length ? badge(`${formatCount(odd.length, "value")} not finite`, "bad") : null),
     plot(`metric ${name}`, 170, (width) => drawMetric(rows, name, about, shared, width)));
   const names = Object.keys(found.metrics);
   section.classList.add(cardWidth(names.indexOf(name), names.length));
@@ -281,9 +292,10 @@ function cardWidth(n, count) {
 function drawMetric(rows, name, about, shared, width) {
   const height = 170, steps = rows.map((row) => row.step), values = rows.map((row) => asNumber(row.metrics[name]));
   const [x0, x1] = extent(steps), [y0, y1] = extent(values);
-  const x = linearScale(x0, x1, PLOT.left, width - PLOT.right), y = linearScale(y0, y1, height - PLOT.bottom - 6, PLOT.top);
-  const xs = steps.map(x), drawing = frame(width, height, `${name} over steps`);
-  append(drawing, [yAxis(y, y0, y1, width, (tick) => formatNumber(tick, 4)), stepLabels(rows, xs, width, height)]);
+  const y = linearScale(y0, y1, height - PLOT.bottom - 6, PLOT.top), drawing = frame(width, height, `${name} over steps`);
+  const [left, lines] = values.some(Number.isFinite) ? yAxis(y, y0, y1, width, (tick) => formatNumber(tick, 4)) : [PLOT.left, []];
+  const x = linearScale(x0, x1, left, width - PLOT.right), xs = steps.map(x);
+  append(drawing, [lines, stepLabels(rows, xs, left, width, height)]);
   let path = "", isPenDown = false;
   values.forEach((value, n) => {
     if (Number.isFinite(value)) { path += `${isPenDown ? "L" : "M"}${xs[n].toFixed(1)} ${y(value).toFixed(1)}`; isPenDown = true; }
@@ -301,9 +313,10 @@ function drawMetric(rows, name, about, shared, width) {
 function drawStacks(rows, parts, colours, show, shared, width, height, label) {
   const totals = rows.map((row, n) => Object.keys(colours).reduce((sum, key) => sum + (parts[n]?.[key] ?? 0), 0));
   const most = Math.max(...totals) || 1, y = linearScale(0, most, height - PLOT.bottom, PLOT.top);
-  const slot = (width - PLOT.left - PLOT.right) / rows.length, thick = Math.max(Math.min(slot * 0.78, 36), Math.min(slot, 1));
-  const xs = rows.map((row, n) => PLOT.left + slot * (n + 0.5)), drawing = frame(width, height, label);
-  append(drawing, [yAxis(y, 0, most, width, show), stepLabels(rows, xs, width, height)]);
+  const [left, lines] = yAxis(y, 0, most, width, show);
+  const slot = (width - left - PLOT.right) / rows.length, thick = Math.max(Math.min(slot * 0.78, 36), Math.min(slot, 1));
+  const xs = rows.map((row, n) => left + slot * (n + 0.5)), drawing = frame(width, height, label);
+  append(drawing, [lines, stepLabels(rows, xs, left, width, height)]);
   const from = rows.map(() => 0);
   for (const [key, colour] of Object.entries(colours)) {
     let path = "";
@@ -324,8 +337,9 @@ function colourLegend(colours, texts) {
 
 function sizesCard(found, shared) {
   const parts = found.steps.map((row) => row.groups), last = parts.findLast((one) => one) ?? {};
-  const texts = Object.fromEntries(Object.keys(GROUP_COLOURS).map((key) => [key, last[key] === undefined ? key : `${key}: ${formatBytes(last[key])} in the newest step`]));
-  const section = card("Bytes by group", plot("sizes", 190, (width) => drawStacks(found.steps, parts, GROUP_COLOURS, formatBytes, shared, width, 190, "Bytes by group")), colourLegend(GROUP_COLOURS, texts));
+  const used = Object.fromEntries(Object.entries(GROUP_COLOURS).filter(([key]) => parts.some((one) => one?.[key])));
+  const texts = Object.fromEntries(Object.keys(used).map((key) => [key, last[key] === undefined ? key : `${key}: ${formatBytes(last[key])} in the newest step`]));
+  const section = card("Bytes by group", plot("sizes", 190, (width) => drawStacks(found.steps, parts, used, formatBytes, shared, width, 190, "Bytes by group")), colourLegend(used, texts));
   section.classList.add("half");
   section.id = "sizes";
   return section;
@@ -337,7 +351,7 @@ function timesCard(found, shared) {
   const advice = found.advice, steps = advice?.interval_steps ? `, which is ${formatCount(advice.interval_steps, "step")}` : "";
   const advised = !advice ? null : advice.interval_s !== null ? `every ${formatSeconds(advice.interval_s)}${steps}` : "unknown: give the Manager mtbf_s";
   const section = card("Seconds of each save",
-    parts.some(Boolean) ? plot("times", 190, (width) => drawStacks(rows, parts, TIME_COLOURS, formatSeconds, shared, width, 190, "Seconds of each save")) : h("p", { class: "muted" }, "These saves have recorded no times."),
+    parts.some(Boolean) ? plot("times", 190, (width) => drawStacks(rows, parts, TIME_COLOURS, tickSeconds, shared, width, 190, "Seconds of each save")) : h("p", { class: "muted" }, "These saves have recorded no times."),
     colourLegend(TIME_COLOURS, { blocked: "blocked: the loop waited", background: "background: the loop went on" }),
     facts({ "time between saves (median)": medianText(between), "advised interval": advised }));
   section.classList.add("half");
