@@ -234,6 +234,8 @@ def _weights(found: _Found) -> str | None:
             to_base += inf if base is None else squared_distance(base, pair[1])
     if not to_first < _NEAR * min(to_then, to_base):
         return None
+    if _dropped(found, found.of("moments")) and not found.has_jumped(paths):
+        return None  # Without old moments a step is a first step, and resembles it.
     return f"the weights were not restored: they are near those of step {first.step}"
 
 
