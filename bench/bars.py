@@ -73,6 +73,7 @@ BARS = (
     Bar("processes_restore", "dcp_best", 1.0),
     Bar("stall_large", "orbax", 1.0, faster=False),
     Bar("stall_large", "orbax_best", 1.0, faster=False),
+    Bar("lost", "orbax_best", 0.5, faster=False),
     Bar("stall_many", "orbax", 1.0, faster=False),
     Bar("stall_many", "orbax_best", 1.0, faster=False),
     Bar("verify_warm", "in_turn", 1.2, faster=False),

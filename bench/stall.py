@@ -1,4 +1,4 @@
-"""What saving in the background costs the training loop: a stall at the call, slower steps."""
+"""What saving in the background costs the training loop: a stall, slower steps, time in all."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ Begin = Callable[[Path, Tree], Finish]
 STEP_SIZE = 640
 QUIET_S = 1.0
 """How long the steps are timed without a save, before each turn."""
-BESIDE_S = 6.0
-"""How long they are timed beside one; a save that then goes on is waited for without steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +39,17 @@ class Background:
 
 
 def async_stall(options: Options) -> list[Row]:
-    """The stall with few large leaves, and the steps beside their save."""
+    """The stall with few large leaves, the steps beside their save, and the time lost to it."""
     size = few_large(options.scale)
     amount = f"{size.state_bytes / 2**30:.3g} GiB in {size.leaves} leaves"
     stall = Row("stall_large", f"until save_async of {amount} returns", size.state_bytes)
     title = f"a training step beside a save of {amount}, over one without"
     steps = Row("steps", title, size.state_bytes, unit="ratio")
+    lost = Row("lost", f"training time lost to a save of {amount}", size.state_bytes)
     contenders, tree = _ready(BEST_LARGE, options.scratch), make_tree(size)
     _measure_stalls(stall, contenders, tree, options.scratch, options.rounds)
-    _measure_steps(steps, contenders, tree, options.scratch, options.rounds)
-    return [stall, steps]
+    _measure_steps(steps, lost, contenders, tree, options.scratch, options.rounds)
+    return [stall, steps, lost]
 
 
 def async_stall_many(options: Options) -> list[Row]:
@@ -163,11 +162,14 @@ class Training:
 
 
 def _measure_steps(
-    row: Row, contenders: Sequence[Background], tree: Tree, scratch: Path, rounds: int
+    row: Row, lost: Row, contenders: Sequence[Background], tree: Tree, scratch: Path, rounds: int
 ) -> None:
+    """Train from the call of each save to its end, and fill both rows.
+
+    The time lost is what this takes longer than the same steps without a save.
+    """
     training = Training()
-    beside_s: dict[str, list[float]] = {}
-    lost_s: dict[str, list[float]] = {}
+    took_s: dict[str, list[float]] = {}
 
     def turn(contender: Background) -> float:
         path = scratch / contender.name
@@ -178,22 +180,18 @@ def _measure_steps(
             start = time.perf_counter()
             saving = threading.Thread(target=contender.begin(path, tree))
             saving.start()
-            beside = training.run(
-                lambda steps: bool(steps) and (sum(steps) > BESIDE_S or not saving.is_alive())
-            )
-            took_s = time.perf_counter() - start
+            beside = training.run(lambda steps: bool(steps) and not saving.is_alive())
+            took = time.perf_counter() - start
             saving.join()
         finally:
             remove(path)
-        beside_s.setdefault(contender.name, []).append(took_s)
-        lost_s.setdefault(contender.name, []).append(took_s - len(beside) * usual)
+        took_s.setdefault(contender.name, []).append(took)
+        lost.values.setdefault(contender.name, []).append(took - len(beside) * usual)
         return statistics.median(beside) / usual
 
     interleave(row, contenders, rounds, turn)
-    for name, seconds in beside_s.items():
-        took_s, lost = statistics.median(seconds), statistics.median(lost_s[name])
-        end = "its end" if took_s < BESIDE_S else "a part of it"
-        row.note(
-            f"steps: from the call of {name}'s save to {end} it is {took_s:.2f} s, of which "
-            f"{lost:.2f} s are lost to training"
+    for name, seconds in took_s.items():
+        lost.note(
+            f"lost: beside training, {name}'s save takes {statistics.median(seconds):.2f} s from "
+            "its call to its end"
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ostraka.common import huge_pages
 from ostraka.common import memory as _recycle
 from ostraka.common.dtypes import numpy_dtype
 from ostraka.errors import StoreError
@@ -102,6 +103,8 @@ class Buffers:
         if start + nbytes > self._arena.size:
             grown = max(2 * self._arena.size, _FIRST_ARENA_BYTES, nbytes)
             self._arena = recycled_or_fresh(min(grown, _ARENA_BYTES), self._recycled)
+            if grown >= _ARENA_BYTES and self._recycled is None:
+                huge_pages.ask(self._arena.ctypes.data, _ARENA_BYTES)  # It is about to be filled.
             start = 0
         self._arena_used = start + nbytes
         return self._arena, start
@@ -194,6 +197,7 @@ def map_pages(memory: Array) -> None:
     if _madvise is None or memory.nbytes < _MAPPED_BYTES or _recycle.is_recycled(memory):
         return
     address = memory.__array_interface__["data"][0]
+    huge_pages.ask(address, memory.nbytes)
     start = address - address % mmap.PAGESIZE
     nbytes = address + memory.nbytes - start
     _madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
@@ -222,10 +226,13 @@ def recycled_or_fresh(nbytes: int, recycled: _recycle.Recycled | None) -> Array:
 
 def aligned(nbytes: int) -> Array:
     """Fresh memory, aligned so that JAX takes it without a copy."""
+    if nbytes >= huge_pages.HUGE_BYTES:
+        memory = huge_pages.map_huge(nbytes)
+        if memory is not None:
+            return memory
     if nbytes >= _ADVISED_BYTES and _PRIVATE:
-        # Whether huge pages are good for memory that is written once is for the system to say:
-        # where they must be made first, by compaction or by a hypervisor, asking for them makes a
-        # restore several times slower.
+        # numpy would ask for huge pages even where the kernel has to make them first: a restore is
+        # several times slower then.
         # Private, because the default would be memory that a forked process shares, and slower.
         return np.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), np.uint8)
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)

@@ -19,6 +19,7 @@ import numpy as np
 from ostraka.common.dtypes import DTYPES, to_bytes
 from ostraka.common.progress import Count
 from ostraka.common.threads import ByteBudget, StopSignal, in_turn, run_all
+from ostraka.formats.buffers import aligned
 from ostraka.layout import box as _box
 from ostraka.layout import shard_file as _format
 from ostraka.layout.box import Box
@@ -258,10 +259,11 @@ class ShardWriter:
         if keeps or not _SMALL_BYTES < nbytes <= _format.BLOCK_BYTES:
             return self._target.write(number, [np.concatenate(pieces)])
         # Each thread has its memory: to take new memory for every block costs more than to copy.
+        # It begins with a page, for writes past the page cache.
         scratch = self._job.scratch
         memory = getattr(scratch, "memory", None)
         if memory is None:
-            memory = scratch.memory = np.empty(_format.BLOCK_BYTES, np.uint8)
+            memory = scratch.memory = aligned(_format.BLOCK_BYTES)
         return self._target.write(number, [np.concatenate(pieces, out=memory[:nbytes])])
 
     def blocks(self) -> Iterator[tuple[int, list[Array]]]:

@@ -53,7 +53,7 @@ from ostraka.saving.background import (
 )
 from ostraka.saving.capture import Captured, capture, hold
 from ostraka.saving.place import Place
-from ostraka.storage import PathLike, open_store, refuse_swapped
+from ostraka.storage import LocalStore, PathLike, open_store, refuse_swapped
 
 _SOURCE_ERRORS = (Damaged, SourceChanged)
 """Errors of the checkpoints that a conversion or a merge reads, not of the save."""
@@ -246,7 +246,8 @@ def begin_save(
     with one_at_a_time(if_busy):
         ending, handle = ExitStack(), None
         try:
-            running = ending.enter_context(_entered(path, options, hooks, watch))
+            entered = _entered(path, options, hooks, watch, direct=not is_waited_for)
+            running = ending.enter_context(entered)
             handle = SaveHandle(str(path), running.progress, running.operation.give_up)
             with paused_gc():
                 captured = _capture(running, take_apart)
@@ -271,10 +272,16 @@ def begin_save(
 
 @contextmanager
 def _entered(
-    path: PathLike, options: SaveOptions, hooks: SaveHooks, watch: Stopwatch
+    path: PathLike,
+    options: SaveOptions,
+    hooks: SaveHooks,
+    watch: Stopwatch,
+    *,
+    direct: bool = False,
 ) -> Generator[RunningSave]:
     """Enter a save after all earlier ones: all processes number them alike.
 
+    A `direct` save leaves more of the cores to the steps beside it, and takes longer.
     If it fails, it fails on every process, and process 0 removes its files.
     """
     watch.lap("wait")
@@ -283,7 +290,10 @@ def _entered(
     try:
         with operation:
             options = _check_options(options, hooks)
-            place = Place(open_store(path))
+            store = open_store(path)
+            if direct and isinstance(store, LocalStore):
+                store = store.direct()
+            place = Place(store)
             count = Count(on_bytes=hooks.on_bytes)
             yield RunningSave(path, options, hooks, operation, place, watch, count)
     except BaseException as error:

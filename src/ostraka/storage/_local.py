@@ -28,10 +28,11 @@ class LocalStore:
 
     traits = Traits()
 
-    def __init__(self, directory: str, *, follow: bool = True):
+    def __init__(self, directory: str, *, follow: bool = True, direct: bool = False):
         self.location = directory
         self._start = directory if directory.endswith(os.sep) else directory + os.sep
         self._follow = follow
+        self._direct = direct
         self._lock: _file.DirectoryLock | None = None
         self._written: tuple[str, _file.Directory] | None = None
         """The directory below that was last written to: a save has one for all of its files."""
@@ -44,6 +45,10 @@ class LocalStore:
             return LocalStore(self.location)
         self._refuse_outside(name)
         return LocalStore(self._start + name, follow=False)
+
+    def direct(self) -> LocalStore:
+        """Return the same place, whose new files are written past the page cache if they can be."""
+        return LocalStore(self.location, follow=self._follow, direct=True)
 
     def prepare(self) -> bool:
         return _file.make_place(self.location, follow=self._follow)
@@ -155,7 +160,7 @@ class LocalStore:
             raise _file.explain("create", path, size, error) from error
         if replace:
             return _file.ReplacingWriter(file, path, size, above, leaf + suffix)
-        return _file.LocalWriter(file, path, size)
+        return _file.LocalWriter(file, path, size, direct=self._direct)
 
     def open(self, name: str, first_bytes: int = 0) -> _file.LocalReader:
         path = self._start + name
