@@ -207,8 +207,11 @@ class Audit:
         runs = self._history.runs if self._history is not None else ()
         about = next((run.about for run in runs if run.id == then.run), {})
         is_moved = any(about.get(name) != value for name, value in self._about.items())
+        base = None
+        if self._history is not None and self._resumed_from is not None:
+            base = self._history.before(self._resumed_from, then.run)
         found = find_divergence(
-            then, now, history=self._history, rtol=self._rtol, is_moved=is_moved
+            then, now, history=self._history, rtol=self._rtol, is_moved=is_moved, base=base
         )
         verdict = {"kind": "verdict", "run": self._run, "with": then.run, "step": now.step}
         if found is None:

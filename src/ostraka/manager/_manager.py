@@ -35,6 +35,7 @@ from ostraka.manager._arguments import (
     check_step,
 )
 from ostraka.manager._audit import Audit, OnDivergence, check_audit
+from ostraka.manager._html import draw_run
 from ostraka.manager._keep import Best, check_best, check_keep
 from ostraka.manager._losses import Losses
 from ostraka.manager._mirror import Mirror, open_mirror
@@ -767,8 +768,14 @@ class Manager:
             self._leave(alone=True)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "read-only" if self._read_only else "open"
-        return f"<Manager of {self.root}, {state}>"
+        return f"<Manager of {self.root}, {self._state}>"
+
+    def _repr_html_(self) -> str:
+        return draw_run(self.root, self._state, self._root.scan_files()[0])
+
+    @property
+    def _state(self) -> str:
+        return "closed" if self._closed else "read-only" if self._read_only else "open"
 
     # Opening and closing
 
