@@ -86,18 +86,17 @@ def test_nobody_knows_what_is_repeated_without_an_audit():
 
 
 def test_a_real_loop(tmp_path: Path):
-    """Sleeps are the least that each part takes. What is left is the goodput."""
-    steps_s = 0.0
+    """Each part takes at least what the loop itself measures, and all together no more."""
     options: dict[str, Any] = {"asynchronous": False, "audit_every": 1}
     state = {"x": jnp.ones(1000)}
+    step_s: dict[int, float] = {}
 
     def train(manager: ostraka.Manager, first: int, last: int) -> None:
-        nonlocal steps_s
         for step in range(first, last + 1):
             began_s = time.perf_counter()
             time.sleep(0.03)
             state["x"] = state["x"] + 1
-            steps_s += time.perf_counter() - began_s
+            step_s[step] = time.perf_counter() - began_s
             manager.save(step, state)
 
     with ostraka.Manager(tmp_path, every=4, **options) as manager:
@@ -105,19 +104,18 @@ def test_a_real_loop(tmp_path: Path):
         train(manager, 1, 7)
         assert manager.stats.repeated_s == 0.0
         assert manager.stats.saving_s > 0
-    steps_s = 0.0
+    began_s = time.perf_counter()
     with ostraka.Manager(tmp_path, every=4, **options) as manager:
-        began_s = time.perf_counter()
         assert manager.resume(state) == 4
         resumed_s = time.perf_counter() - began_s
         train(manager, 5, 12)
         stats = manager.stats
-        whole_s = time.perf_counter() - began_s
+    whole_s = time.perf_counter() - began_s
     assert stats.repeated_s is not None
-    assert 0.09 <= stats.repeated_s <= steps_s * 0.8
     assert 0 < stats.restoring_s <= resumed_s
-    assert stats.elapsed_s >= whole_s * 0.99
-    # All that is not lost is new steps: five of eight.
-    kept_s = stats.elapsed_s - stats.lost_s
-    assert kept_s == pytest.approx(steps_s - stats.repeated_s, rel=0.5)
-    assert stats.goodput == pytest.approx(kept_s / stats.elapsed_s)
+    assert stats.repeated_s >= sum(step_s[step] for step in (5, 6, 7))
+    assert stats.lost_s >= stats.repeated_s + stats.restoring_s + stats.saving_s
+    assert stats.elapsed_s <= whole_s
+    # What is not lost are the steps that nobody had done before.
+    assert stats.elapsed_s - stats.lost_s >= sum(step_s[step] for step in range(8, 13))
+    assert stats.goodput == pytest.approx(1 - stats.lost_s / stats.elapsed_s)

@@ -196,7 +196,7 @@ def save_together(path: str) -> list[bytes]:
         state["sharded"].delete()
         state["alike"][...] = state["own"][...] = 0
         handle.wait()
-        with pytest.raises(SaveFailed, match="its own devices, such as 'big': twice"):
+        with pytest.raises(SaveFailed, match="its own devices, such as 'big': three"):
             ostraka.save_async(path, {"big": jnp.ones(40_000)}, max_host_bytes="200kB")
     saved = ostraka.open(path)
     own = np.asarray(saved["own"])

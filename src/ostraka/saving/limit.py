@@ -1,10 +1,11 @@
 """Bounds the host memory of a background save, for `max_host_bytes`.
 
-One half of it is for the threads that write: bands of the values, and their blocks. The other half
-keeps copies of values that the save has not come to yet. If all copies have room in it, they are
-made at once, as without a limit. Otherwise the writer reads the values from where they lie, band by
-band. Once only as many are left as the second half has room for, they are safe, and the caller may
-go on.
+One half of it is for the threads that write: bands of the values, and their blocks. Three eighths
+keep copies of values that the save has not come to yet. The rest is for what the allocator wastes.
+
+If all copies have room, they are made at once, as without a limit. Otherwise the writer reads the
+values from where they lie, band by band. Once only as many are left as have room, these are copied.
+Then all are safe, and the caller may go on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _BLOCKS_BYTES = 16 << 20
 _BAND_BYTES = 64 << 20
 """Larger bands are not faster."""
 
-_TRIMS = 16
+_TRIMS = 32
 """How often freed memory is given back, in a limit's worth of copies: threads leave much of it."""
 
 _Band = tuple[int, int, Box]
@@ -55,6 +56,7 @@ class HostLimit:
     def __init__(self, max_host_bytes: int | str, on_safe: Callable[[], None]):
         """`on_safe` is called when all values are safe, in the thread that finds out."""
         self._most_bytes = check_host_bytes(max_host_bytes)
+        self._kept_bytes = self._most_bytes * 3 // 8
         self._on_safe = on_safe
         self._thread_bytes = _THREAD_BYTES
         self._exposed: dict[int, CapturedValue] = {}
@@ -69,7 +71,7 @@ class HostLimit:
         self._unread_bytes = 0
         """The memory of all bands that are not copied yet."""
         self._untrimmed_bytes = 0
-        """What was copied since freed memory was last given back."""
+        """What was read since freed memory was last given back."""
         self._has_failed = False
         self._safe = threading.Event()
 
@@ -81,7 +83,7 @@ class HostLimit:
         Raises ValueError if one can only be copied in one piece, which is larger than the limit.
         """
         values = captured.values
-        room = self._most_bytes // 2
+        room = self._kept_bytes
         if sum(value.copied_bytes for value in values) <= room:
             self._note_safe()
             return values
@@ -99,7 +101,7 @@ class HostLimit:
                 raise ValueError(
                     f"max_host_bytes is {self._most_bytes:,}, which is too little for the leaves "
                     "that each process has on its own devices, such as "
-                    f"{captured.leaves[number].path!r}: twice their bytes are needed"
+                    f"{captured.leaves[number].path!r}: three times their bytes are enough"
                 )
             at_once.append(value)
         return at_once
@@ -174,25 +176,33 @@ class HostLimit:
                     if self._has_failed:
                         raise Stopped
                     self._changed.wait()
-                return self._kept.pop(band)
-        array = self._bands[leaf].copy(device, box)
-        self._note_read(nbytes)
+                kept = self._kept.pop(band)
+            else:
+                kept = None
+        if kept is None:
+            array = self._bands[leaf].copy(device, box)
+            self._note_read(nbytes or 0)
+        else:
+            array = kept
+        self._trim_now_and_then(array.nbytes)
         return array
+
+    def _trim_now_and_then(self, nbytes: int) -> None:
+        with self._changed:
+            self._untrimmed_bytes += nbytes
+            if self._untrimmed_bytes <= self._most_bytes // _TRIMS:
+                return
+            self._untrimmed_bytes = 0
+        trim()
 
     def _note_read(self, nbytes: int) -> None:
         """Note that a band is copied. Copies all that are left as soon as they have room."""
         with self._changed:
             self._unread_bytes -= nbytes
-            self._untrimmed_bytes += nbytes
-            is_time = self._untrimmed_bytes > self._most_bytes // _TRIMS
-            if is_time:
-                self._untrimmed_bytes = 0
             is_last = self._unread_bytes == 0
             rest: Mapping[_Band, int] = {}
-            if self._unread_bytes <= self._most_bytes // 2:
+            if self._unread_bytes <= self._kept_bytes:
                 rest, self._waiting = self._waiting, {}
-        if is_time:
-            trim()
         if rest:
             self._keep(rest)
         if is_last:
