@@ -555,6 +555,9 @@ def test_a_check_of_all_bytes(browser: Any, tmp_path: Path):
         browser.open("about:blank")
         assert check().startswith("damaged")
         assert browser.run(f"return {state_of(1)}").startswith("committed")
+        open_page(browser, f"{own}?token={TOKEN}#step/step_00000002")
+        shutil.rmtree(root / "step_00000002")
+        wait_in_page(browser, "document.getElementById('deleted')")
         assert complaints(browser, own=own) == []
 
 

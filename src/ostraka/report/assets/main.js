@@ -116,6 +116,14 @@ function startBoard({ token, path }) {
     replaceAll(main, wayBack(found), headOf(found), DRAW[found.kind](found, live));
   }
 
+  function sayIfDeleted() {
+    const name = decodeURIComponent(location.hash.slice(1).split("/")[1]);
+    const isThere = run.steps.some((row) => row.path === name || row.path.endsWith(`/${name}`));
+    if (!isThere && !document.getElementById("deleted")) {
+      main.prepend(h("div", { class: "notice", id: "deleted" }, "This step has been deleted. What you see was read before."));
+    }
+  }
+
   function drawRunHere() {
     replaceAll(main, headOf(run), drawRun(run, live));
     document.documentElement.dataset.ready = "yes";
@@ -153,6 +161,7 @@ function startBoard({ token, path }) {
     if (document.hidden) connect();
     if (shown === "run" && isFirst) drawRunHere();
     else if (shown === "run") redrawInPlace(main, drawRunHere);
+    else if (shown === "step") sayIfDeleted();
   }
 
   // A browser has six connections to a board, for all its tabs: those that nobody sees use none.
