@@ -9,7 +9,7 @@ from ostraka import errors
 from ostraka._version import __version__
 
 if TYPE_CHECKING:
-    from ostraka import data, exercises, sharding
+    from ostraka import data, exercises, metrics, sharding
     from ostraka.common.record import Record
     from ostraka.integrity import RepairReport, VerifyReport, repair, verify
     from ostraka.manager import Best, Manager, latest
@@ -45,6 +45,7 @@ __all__ = [
     "exercises",
     "latest",
     "merge",
+    "metrics",
     "open",
     "plan",
     "repair",
@@ -72,7 +73,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "exercises", "sharding"):
+    if name in ("data", "exercises", "metrics", "sharding"):
         return import_module(f"ostraka.{name}")
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:

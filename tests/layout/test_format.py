@@ -457,12 +457,33 @@ def test_what_a_newer_version_wrote_is_not_damage(example: Any, read: Any, kind:
         read(store.location)
 
 
-def test_a_leaf_of_every_process_needs_a_dimension_for_them(example: Any):
-    """Also if it is otherwise like one that is right."""
+IMPOSSIBLE = {
+    # It is otherwise like one that is right.
+    "leaf": (
+        lambda body: next(leaf for leaf in body["leaves"] if leaf["path"] == "b").update(
+            per_process=True
+        ),
+        "leaf 'b' has no dimension for its processes",
+    ),
+    # Their product is the number of devices.
+    "mesh": (
+        lambda body: body["meshes"][0].update(shape=[-size for size in body["meshes"][0]["shape"]]),
+        "the axes of the mesh .* don't fit each other",
+    ),
+    "index": (
+        lambda body: body["indexes"][0].__setitem__(1, -1),
+        "the table of process indexes is malformed",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE)
+def test_what_can_not_be_is_damage(example: Any, kind: str):
     store, body = example
-    next(leaf for leaf in body["leaves"] if leaf["path"] == "b")["per_process"] = True
+    change, sentence = IMPOSSIBLE[kind]
+    change(body)
     store.put("_METADATA", seal(_format.dumps(body).encode()))
-    with pytest.raises(Damaged, match="leaf 'b' has no dimension for its processes"):
+    with pytest.raises(Damaged, match=sentence):
         ostraka.open(store.location)
 
 

@@ -373,12 +373,14 @@ def test_every_wanted_byte_arrives_exactly_once(planned, data, seed):
     rng = np.random.default_rng(seed)
     arrays = random_arrays(plan, rng)
     files = stored_bytes(plan, arrays)
-    targets = data.draw(targets_for(plan))
+    targets = data.draw(targets_for(plan))[::-1]
     chunk_bytes = data.draw(st.sampled_from([16, 64, 1000, 8 * MiB]))
     metadata = metadata_of(plan)
     buffers = [np.zeros(_box.shape_of(t.box), arrays[t.leaf].dtype) for t in targets]
     seen = [np.zeros(_box.shape_of(t.box), np.int64) for t in targets]
     for read in _plan_read.plan_read(metadata, targets):
+        offsets = [piece.entry.offset for piece in read.pieces]
+        assert offsets == sorted(offsets), "the file is read from its beginning to its end"
         stored = files[read.file.device, read.file.part][read.file.header_bytes :]
         blocks = random_blocks(read.file, rng)
         with patch.object(_plan_read, "CHUNK_BYTES", chunk_bytes):

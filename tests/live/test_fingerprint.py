@@ -73,5 +73,16 @@ def test_donated_arrays_and_large_ones_keep_no_copy():
     (again,) = fingerprints(jnp.ones((512, 1024)))
     assert add_parts([part.sums for part in pending.collect()[0]]) == again
     (group,) = fingerprint._plan((fingerprint._describe(jnp.ones((512, 1024))),))
-    (compiled,) = [run.lower(jnp.ones((512, 1024))).compile() for run in group.run_large.values()]
+    ((_, call),) = group.calls
+    compiled = call.lower(jnp.ones((512, 1024))).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * array.nbytes
+
+
+def test_thousands_of_leaves_are_summed_up_in_pieces():
+    """XLA would compile one function of all of them for minutes."""
+    arrays = [np.full((n % 3 + 1, 64), n, np.float32) for n in range(1000)]
+    found = fingerprints(*map(jnp.asarray, arrays))
+    assert found[::97] == [fingerprints(jnp.asarray(array))[0] for array in arrays[::97]]
+    (group,) = fingerprint._plan(tuple(map(fingerprint._describe, map(jnp.asarray, arrays))))
+    assert max(len(places) for places, _ in group.calls) <= 256
+    assert len({call for _, call in group.calls}) <= 6

@@ -14,8 +14,8 @@ from manual import find_block
 PACKAGE = Path(__file__).parents[2] / "src" / "ostraka"
 # From the bottom to the top. Those between two bars know nothing of each other.
 LAYERS = (
-    "errors _version | common | tree | layout | storage | families processes | formats | live",
-    "sharding | data reading | saving | restoring | integrity | audit | transfer",
+    "errors _version | common | metrics tree | layout | storage | families processes | formats",
+    "live | sharding | data reading | saving | restoring | integrity | audit | transfer",
     "planner exercises",
     "manager | report",
     "compat | cli testing | __init__",

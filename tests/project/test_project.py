@@ -13,7 +13,11 @@ from ostraka._version import __version__
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "ostraka"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-IMPORTED_AS = {"orbax-checkpoint": "orbax"}
+IMPORTED_AS = {
+    "opentelemetry-api": "opentelemetry",
+    "orbax-checkpoint": "orbax",
+    "prometheus-client": "prometheus_client",
+}
 
 
 def imported_names() -> Iterator[str]:

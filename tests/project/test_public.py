@@ -54,7 +54,7 @@ print(json.dumps(sorted(names)))
 PUBLIC = """
     Best Checkpoint ConvertReport CopyReport LazyArray Manager MergeReport Plan Record RepairReport
     SaveHandle VerifyReport __version__ annotate convert copy data errors exercises latest merge
-    open plan repair restore save save_async sharding verify
+    metrics open plan repair restore save save_async sharding verify
 """
 
 

@@ -74,6 +74,17 @@ def board_of(root: Path, *options: str, token: str | None = TOKEN) -> Generator[
         process.communicate()
 
 
+@contextmanager
+def board_here(path: Any, host: str = "127.0.0.1") -> Generator[Board]:
+    """A board in this process."""
+    board = Board(path, host=host, port=0, token=TOKEN)
+    thread = threading.Thread(target=board.serve, daemon=True)
+    thread.start()
+    yield board
+    board.close()
+    thread.join()
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
     root = tmp_path_factory.mktemp("served") / "run"
@@ -154,6 +165,15 @@ def test_other_sites_are_refused(served: tuple[Path, int], headers: dict[str, st
         status, _, answer = ask(served[1], f"{path}?token={TOKEN}", **headers)
         assert status == 403
         assert why in answer["error"]
+
+
+def test_a_board_for_others_is_reached_by_addresses_alone(tmp_path: Path):
+    """A site that points its own name at this machine does not get through."""
+    own = socket.gethostname()
+    with board_here(tmp_path, host="0.0.0.0") as board:
+        for host, status in (("evil.example", 403), ("192.0.2.7:80", 200), (own, 200)):
+            assert ask(board.port, f"/api/run?token={TOKEN}", Host=host)[0] == status
+        assert ask(board.port, "/api/run", Host="192.0.2.7")[0] == 403
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
@@ -293,7 +313,7 @@ class Listener:
         while line := self._file.readline().decode():
             if line.startswith("event: "):
                 name = line[7:].strip()
-            elif line.startswith("data: "):
+            elif line.startswith("data: ") and name != "beat":
                 return name, json.loads(line[6:])
         raise EOFError
 
@@ -351,20 +371,16 @@ def test_events_tell_of_a_directory_that_is_replaced(tmp_path: Path):
 def test_a_check_that_nobody_waits_for_ends(tmp_path: Path):
     fill(tmp_path, 1)
     gate = Gate("read_into", ".safetensors")
-    board = Board(FaultyStore(tmp_path, before=gate), host="127.0.0.1", port=0, token=TOKEN)
-    thread = threading.Thread(target=board.serve, daemon=True)
-    thread.start()
-    connection = http.client.HTTPConnection("127.0.0.1", board.port, timeout=60)
-    connection.request("GET", f"/api/verify?path=step_00000001&token={TOKEN}")
-    gate.wait_until_reached()
-    connection.close()
-    gate.open()
-    wait_until(lambda: not any("process_request" in one.name for one in threading.enumerate()))
-    assert board.feed.look()["steps"][0]["state"] == "committed"
-    assert ask(board.port, f"/api/verify?path=step_00000001&token={TOKEN}")[0] == 200
-    assert board.feed.look()["steps"][0]["state"] == "verified"
-    board.close()
-    thread.join()
+    with board_here(FaultyStore(tmp_path, before=gate)) as board:
+        connection = http.client.HTTPConnection("127.0.0.1", board.port, timeout=60)
+        connection.request("GET", f"/api/verify?path=step_00000001&token={TOKEN}")
+        gate.wait_until_reached()
+        connection.close()
+        gate.open()
+        wait_until(lambda: not any("process_request" in one.name for one in threading.enumerate()))
+        assert board.feed.look()["steps"][0]["state"] == "committed"
+        assert ask(board.port, f"/api/verify?path=step_00000001&token={TOKEN}")[0] == 200
+        assert board.feed.look()["steps"][0]["state"] == "verified"
 
 
 def test_changes_lead_from_one_document_to_the_next(tmp_path: Path):
@@ -494,9 +510,17 @@ def test_a_board_while_a_run_goes_on(browser: Any, tmp_path: Path):
         first.wait()
         wait_in_page(browser, "document.getElementById('live').textContent === 'reconnecting …'")
         train(6)
-        with board_of(root, "--port", str(port)):
+        with board_of(root, "--port", str(port)) as (second, _):
             wait_in_page(browser, "document.getElementById('live').textContent === 'live'")
             wait_in_page(browser, f"{state_of(6)}?.startsWith('committed')")
+            # A connection that is open, but silent for too long by the clock of the page.
+            second.send_signal(signal.SIGSTOP)
+            browser.run("const now = Date.now; Date.now = () => now() + 20000")
+            wait_in_page(
+                browser, "document.getElementById('live').textContent === 'reconnecting …'"
+            )
+            second.send_signal(signal.SIGCONT)
+            wait_in_page(browser, "document.getElementById('live').textContent === 'live'")
         with board_of(root, "--port", str(port), token=None):
             restarted = "document.getElementById('live').textContent.startsWith('restarted')"
             wait_in_page(browser, restarted)
@@ -531,7 +555,21 @@ def test_a_check_of_all_bytes(browser: Any, tmp_path: Path):
         browser.open("about:blank")
         assert check().startswith("damaged")
         assert browser.run(f"return {state_of(1)}").startswith("committed")
+        open_page(browser, f"{own}?token={TOKEN}#step/step_00000002")
+        shutil.rmtree(root / "step_00000002")
+        wait_in_page(browser, "document.getElementById('deleted')")
         assert complaints(browser, own=own) == []
+
+
+def test_more_tabs_than_a_browser_has_connections(browser: Any, tmp_path: Path):
+    with board_of(tmp_path) as (_, port):
+        url = f"http://127.0.0.1:{port}/?token={TOKEN}"
+        tabs = [browser.command("Target.createTarget", {"url": url}) for _ in range(7)]
+        browser.command("Page.bringToFront", {})
+        open_page(browser, url)
+        wait_in_page(browser, "document.getElementById('live').textContent === 'live'")
+        for tab in tabs:
+            browser.command("Target.closeTarget", tab)
 
 
 def test_a_board_without_a_run_yet(browser: Any, tmp_path: Path):

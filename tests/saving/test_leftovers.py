@@ -253,6 +253,15 @@ def test_a_save_over_a_checkpoint_reads_its_id_alone(step: Place, monkeypatch: p
     assert ostraka.verify(step).ok
 
 
+def test_a_checkpoint_is_durable_before_leftovers_beside_it_are_deleted(tmp_path: Path):
+    """A power failure could bring back the one before it, whose shards would then be gone."""
+    step = make_step(tmp_path)
+    (step / "shards-0123456789abcdef").mkdir()
+    store = FaultyStore(step)
+    ostraka.save(store, TREE)
+    assert store.calls[store.calls.index(("delete", "shards-0123456789abcdef")) - 1] == ("sync", "")
+
+
 def test_a_step_that_may_have_lost_its_metadata_is_spared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

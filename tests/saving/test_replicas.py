@@ -42,13 +42,14 @@ def flipped(array: Any, device: Any, rng: random.Random) -> Any:
 
 def plant(rng: random.Random, devices: list[Any], own: list[Any]) -> tuple[Any, Any, int]:
     """A tree with one flipped bit, the device that has it, and the number of replicas."""
-    replicas = rng.choice([n for n in (2, 4, 8) if n <= len(devices)])
+    replicas = rng.randint(2, len(devices))
+    devices = devices[: len(devices) // replicas * replicas]
     grid = np.array(devices).reshape(replicas, -1)
     sharding = NamedSharding(Mesh(grid, ("r", "s")), P("s"))
     dtype = rng.choice(DTYPES)
-    values = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 2, (16, 9))
+    values = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 2, (24, 9))
     make = lambda index: jnp.asarray(values[index]).astype(dtype)  # noqa: E731
-    array = jax.make_array_from_callback(values.shape, sharding, make)
+    array = jax.make_array_from_callback(values.shape, sharding, make, dtype=dtype)
     device = rng.choice(devices)
     own_rng = random.Random(rng.randrange(1 << 30))  # All processes must draw alike.
     hurt = flipped(array, device, own_rng) if device in own else array

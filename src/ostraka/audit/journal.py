@@ -123,6 +123,13 @@ class History:
         for run in self.runs:
             yield from run.lines.values()
 
+    def before(self, step: int, run: str) -> Line | None:
+        """A step as a run had it, or as the last run before that had it."""
+        ids = [one.id for one in self.runs]
+        end = ids.index(run) + 1 if run in ids else len(ids)
+        lines = (one.lines.get(step) for one in reversed(self.runs[:end]))
+        return next((line for line in lines if line is not None), None)
+
     def first(self) -> Line | None:
         """The first step whose leaves are known."""
         return next((line for line in self.lines() if line.leaves), None)

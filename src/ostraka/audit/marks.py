@@ -41,8 +41,11 @@ def mark_from_json(found: Any) -> Mark:
     )
 
 
-def are_same(then: Mark, now: Mark, rtol: float | None) -> bool:
-    """True if two fingerprints have the same bits, or with `rtol`, about the same numbers."""
+def are_same(then: Mark, now: Mark, rtol: float | None, floor: float = 0) -> bool:
+    """True if two fingerprints have the same bits, or with `rtol`, about the same numbers.
+
+    The distance is relative to elements of at least the magnitude `floor`.
+    """
     if then.dtype != now.dtype or then.shape != now.shape:
         is_number = isinstance(then.value, int | float) and isinstance(now.value, int | float)
         return is_number and then.value == now.value  # such as 3 and an array of it
@@ -50,23 +53,32 @@ def are_same(then: Mark, now: Mark, rtol: float | None) -> bool:
         return True
     if rtol is None or ("float" not in then.dtype and "complex" not in then.dtype):
         return False
-    return distance(then, now) <= rtol
+    return distance(then, now, floor) <= rtol
 
 
-def distance(then: Mark, now: Mark) -> float:
+def distance(then: Mark, now: Mark, floor: float = 0) -> float:
     """How far two leaves are apart, relative to their norm. Infinite if it can't be told."""
     if len(then.numbers) < 3 or len(now.numbers) < 3 or then.shape != now.shape:
         return math.inf
     if not all(map(math.isfinite, (*then.numbers, *now.numbers))):
         return 0.0 if repr(then.numbers) == repr(now.numbers) else math.inf
-    largest = max(then.numbers[0], now.numbers[0])
+    size = max(math.prod(then.shape), 1)
+    largest = max(then.numbers[0], now.numbers[0], floor * size)
     if largest == 0:
         return 0.0
-    root = math.sqrt(max(math.prod(then.shape), 1))
+    root = math.sqrt(size)
     projections = [*map(abs, (*then.numbers[1:], *now.numbers[1:]))]
     norm = max(largest / root, *projections)
     apart = [abs(a - b) / norm for a, b in zip(then.numbers[1:], now.numbers[1:], strict=True)]
     return max(abs(then.numbers[0] - now.numbers[0]) / largest, *apart)
+
+
+def are_comparable(*marks: Mark) -> bool:
+    """True if all have finite numbers, and the same dtype and shape."""
+    return all(
+        one.dtype == marks[0].dtype and one.shape == marks[0].shape and len(one.numbers) > 2
+        for one in marks
+    ) and all(math.isfinite(number) for one in marks for number in one.numbers)
 
 
 def squared_distance(then: Mark, now: Mark) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,13 +105,27 @@ def check_output(output: str) -> None:
         )
 
 
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file whole: one that is there stays if the disk is full."""
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_bytes(data)
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path.resolve())
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def write_page(output: str, title: str, documents: list[Document]) -> None:
     """Write the page of some documents to a file, and say so."""
     from ostraka.report.page import render
 
     text = render({"title": title, "at": time.time(), "documents": documents, "live": None})
     try:
-        Path(output).write_text(text, "utf-8")
+        _replace(Path(output), text.encode())
     except OSError as error:
         raise store_error("write", output, error) from error
     echo(f"{printable(output)}  {human_size(len(text.encode()))}")

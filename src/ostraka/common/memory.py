@@ -89,3 +89,12 @@ def recycling(memory: Recycled) -> Generator[None]:
         yield
     finally:
         _using.memory = before
+
+
+def trim() -> None:
+    """Give memory that was freed back to the system, where the C library keeps it (glibc)."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,4 +1,4 @@
-"""Events: the bytes and seconds of a save, a restore or a copy to a mirror, by phase."""
+"""Events: the bytes and seconds of a save, a restore, a mirror copy or an audit, by phase."""
 
 from __future__ import annotations
 
@@ -20,23 +20,81 @@ class Extremes:
     most: float
 
 
+Operation = Literal["save", "restore", "mirror", "audit"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """The time that checkpoints have cost a run so far, as its Manager saw it on this process.
+
+    The parts are sums over calls that have returned, and do not overlap. Steps that a save slows
+    down are compared with the median of the steps without a save, as in `manager.advice`.
+    """
+
+    elapsed_s: float
+    """Since the manager was made."""
+    saving_s: float
+    """In calls of `save`: blocked, waiting for the save before, and audits."""
+    slower_s: float
+    """How much longer the steps took while a save ran."""
+    waiting_s: float
+    """In calls of `wait` and `close`."""
+    restoring_s: float
+    """In calls of `restore` and `resume`."""
+    repeated_s: float | None
+    """In steps that an interrupted run had already done, and that were lost: those up to the last
+    one that the audit's journal has. 0 without a restore. None if there is no audit to tell."""
+
+    def by_reason(self) -> dict[str, float]:
+        """The seconds of each reason that is known."""
+        found = {
+            "saving": self.saving_s,
+            "slower": self.slower_s,
+            "waiting": self.waiting_s,
+            "restoring": self.restoring_s,
+        }
+        return found if self.repeated_s is None else {**found, "repeated": self.repeated_s}
+
+    @property
+    def lost_s(self) -> float:
+        """The sum of all parts that are known."""
+        return sum(self.by_reason().values())
+
+    @property
+    def lost_share(self) -> float:
+        """The part of the elapsed time that is lost."""
+        return min(self.lost_s / self.elapsed_s, 1.0) if self.elapsed_s else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """The part of the elapsed time that is not lost to checkpoints."""
+        return 1.0 - self.lost_share
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One save or restore, or one step's copy to a mirror, as one process saw it.
+    """One save, restore, copy of a step to a mirror, or audit of a step, as one process saw it.
 
     `phases` are its parts in order, in seconds. The caller waited for `blocked_s`. `process_bytes`
     and `process_s` compare the processes: bytes written or read, and the seconds for them.
     """
 
-    operation: Literal["save", "restore", "mirror"]
+    operation: Operation
     path: str
     bytes: int
-    """The bytes of all processes together."""
+    """The bytes of all processes together. For an audit, of the fingerprinted arrays."""
     phases: Mapping[str, float]
     blocked_s: float
     total_s: float
     process_bytes: Extremes
     process_s: Extremes
+    step: int | None = None
+    """The step, if a Manager made the record."""
+    differs: bool | None = None
+    """For an audit: True if the step differs from that of the interrupted run. None if there is
+    nothing to compare it with."""
+    run: RunStats | None = None
+    """What checkpoints have cost the run so far, if a Manager made the record."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -83,7 +141,7 @@ def summarize(reports: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def report(
-    operation: Literal["save", "restore", "mirror"],
+    operation: Operation,
     path: str,
     watch: Stopwatch,
     summary: Sequence[float],

@@ -8,14 +8,14 @@ An element adds a mix of its bits and its global index to three lanes of 32 bits
 It detects a flipped bit, swapped elements and swapped leaves. The numeric part is the sum of all
 magnitudes and two random projections, sums in which an index decides the sign of its element.
 
-Functions are compiled once for each shape, dtype and sharding, and once more for all small arrays
-of a tree together. XLA reads an array two or three times, through its cache, and keeps no copy.
+Functions are compiled once for each shape, dtype and sharding, and once for each batch of small
+arrays. XLA reads an array two or three times, through its cache, and keeps no copy.
 Only small arrays are stacked first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,7 +40,9 @@ _WIDTH = LANES + NUMBERS
 _SMALL_BYTES = 256 << 10
 """A shard up to this size is stacked with others of its kind: a call would cost more."""
 _STACKED_BYTES = 8 << 20
-"""The most bytes of a kind that are stacked."""
+"""The most bytes that are stacked in one call."""
+_MOST_ARGUMENTS = 256
+"""The most arrays of one call: XLA compiles functions of thousands of arrays slowly."""
 _ROW = 4096
 """Long vectors are summed up in rows of this length, which keeps the rounding error small."""
 _LARGE, _LEAST_ROW, _MOST_ROW = 1 << 10, 16, 1 << 16
@@ -76,17 +78,17 @@ class Pending:
 
     def __init__(self, count: int):
         self._count = count
-        self._waiting: list[tuple[_Group, Any]] = []
+        self._waiting: list[tuple[_Group, Sequence[Any]]] = []
 
-    def add(self, group: _Group, table: Any) -> None:
-        self._waiting.append((group, table))
+    def add(self, group: _Group, tables: Sequence[Any]) -> None:
+        self._waiting.append((group, tables))
 
     def collect(self) -> list[list[Part]]:
         """Return the parts on this process's devices, by array."""
         parts: list[list[Part]] = [[] for _ in range(self._count)]
         with jax.transfer_guard("allow"):
-            for group, table in self._waiting:
-                _unpack(group, table, parts)
+            for group, tables in self._waiting:
+                _unpack(group, tables, parts)
         self._waiting.clear()
         return parts
 
@@ -133,25 +135,22 @@ class _Group:
     numbers: tuple[int, ...]
     """Their places in the list of all arrays."""
     kinds: tuple[_Kind, ...]
-    small: tuple[int, ...]
-    """The arrays that are summed up together, as places in this group."""
-    run_small: Callable[..., Any]
-    run_large: dict[int, Callable[..., Any]]
+    calls: tuple[tuple[tuple[int, ...], Callable[..., Any]], ...]
+    """Which arrays each function sums up, as places in this group."""
     join: Callable[..., Any]
     mesh: Mesh | None
     order: tuple[int, ...]
-    """The place of each array in the joined table."""
+    """The row of each array in the tables, one after the other."""
 
-    def run(self, arrays: Sequence[Any]) -> Any:
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
-            tables: list[Any] = []
-            if self.small:
-                tables.append(self.run_small(*[arrays[place] for place in self.small]))
-            tables += [run(arrays[place]) for place, run in self.run_large.items()]
-            table = self.join(*tables) if len(tables) > 1 else tables[0]
-        for shard in table.addressable_shards:
-            shard.data.copy_to_host_async()
-        return table
+            found = [call(*[arrays[place] for place in places]) for places, call in self.calls]
+            pieces = [found[n : n + _MOST_ARGUMENTS] for n in range(0, len(found), _MOST_ARGUMENTS)]
+            tables = [self.join(*piece) if len(piece) > 1 else piece[0] for piece in pieces]
+        for table in tables:
+            for shard in table.addressable_shards:
+                shard.data.copy_to_host_async()
+        return tables
 
 
 def _describe(array: Any) -> _Kind:
@@ -182,25 +181,36 @@ def _plan_group(place: Any, numbers: Sequence[int], kinds: Sequence[_Kind]) -> _
     alike: dict[_Kind, list[int]] = {}
     for at, kind in enumerate(mine):
         alike.setdefault(kind, []).append(at)
-    stacked = {
-        kind: places
-        for kind, places in alike.items()
-        if kind.shard_bytes <= _SMALL_BYTES and kind.shard_bytes * len(places) <= _STACKED_BYTES
-    }
-    small = tuple(at for places in stacked.values() for at in places)
-    counts = tuple((kind, len(places)) for kind, places in stacked.items())
-    large = [at for at, kind in enumerate(mine) if kind not in stacked]
-    listed = (*small, *large)
-    return _Group(
-        tuple(numbers),
-        mine,
-        small,
-        _compile(mesh, counts),
-        {at: _compile(mesh, ((mine[at], 1),)) for at in large},
-        _joiner(mesh),
-        mesh,
-        tuple(listed.index(at) for at in range(len(mine))),
-    )
+    calls: list[tuple[tuple[int, ...], Callable[..., Any]]] = []
+    for batch in _batches(alike):
+        places = tuple(at for _, together in batch for at in together)
+        counts = tuple((kind, len(together)) for kind, together in batch)
+        calls.append((places, _compile(mesh, counts)))
+    listed = [at for places, _ in calls for at in places]
+    row_of = {at: row for row, at in enumerate(listed)}
+    order = tuple(row_of[at] for at in range(len(mine)))
+    return _Group(tuple(numbers), mine, tuple(calls), _joiner(mesh), mesh, order)
+
+
+def _batches(alike: Mapping[_Kind, list[int]]) -> Iterator[list[tuple[_Kind, list[int]]]]:
+    """The arrays that one function sums up, by kind. Large arrays have a call of their own."""
+    batch: list[tuple[_Kind, list[int]]] = []
+    count = nbytes = 0
+    for kind, places in alike.items():
+        if kind.shard_bytes > _SMALL_BYTES:
+            yield from ([(kind, [at])] for at in places)
+            continue
+        most = min(_MOST_ARGUMENTS, _STACKED_BYTES // max(kind.shard_bytes, 1))
+        for start in range(0, len(places), most):
+            together = places[start : start + most]
+            count += len(together)
+            nbytes += len(together) * kind.shard_bytes
+            if batch and (count > _MOST_ARGUMENTS or nbytes > _STACKED_BYTES):
+                yield batch
+                batch, count, nbytes = [], len(together), len(together) * kind.shard_bytes
+            batch.append((kind, together))
+    if batch:
+        yield batch
 
 
 @lru_cache(maxsize=1024)
@@ -250,9 +260,10 @@ def _firsts(kind: _Kind) -> dict[Any, tuple[tuple[slice, ...], bool]]:
     return found
 
 
-def _unpack(group: _Group, table: Any, parts: list[list[Part]]) -> None:
-    for shard in table.addressable_shards:
-        rows = np.asarray(shard.data)[0]
+def _unpack(group: _Group, tables: Sequence[Any], parts: list[list[Part]]) -> None:
+    for shards in zip(*[table.addressable_shards for table in tables], strict=True):
+        shard = shards[0]
+        rows = np.concatenate([np.asarray(one.data)[0] for one in shards])
         numbers = rows[:, LANES:].copy().view(np.float32)
         for place, row in enumerate(group.order):
             index, is_first = _firsts(group.kinds[place])[shard.device]

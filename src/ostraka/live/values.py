@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ostraka.common.dtypes import numpy_dtype
+from ostraka.common.dtypes import DTYPES, numpy_dtype
 from ostraka.common.threads import RenewedLock
 from ostraka.errors import InvalidTree
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
 from ostraka.layout.plan_write import BAND_BYTES
+from ostraka.layout.spec import LeafSpec
 from ostraka.live.parse import BUILTIN, text_at
 from ostraka.tree.json_values import class_name, mro_lookup
 from ostraka.tree.nodes import ROOT, Branch, Kept, Leaf, Node, branches_of, has_values, leaves_of
@@ -100,6 +101,15 @@ class HostValue:
             return array[_box.slices(box[1:], _box.full(array.shape))][np.newaxis]
         return array[_box.slices(box, _box.full(array.shape))]
 
+    @property
+    def copied_bytes(self) -> int:
+        """The host memory that `hold` takes."""
+        return self._array.nbytes
+
+    def let_go(self) -> None:
+        """Read no more."""
+        self._array = np.empty(0, self._array.dtype)
+
     def hold(self) -> Sequence[Copy]:
         """Make the elements safe from all that happens later: donation, deletion, writing.
 
@@ -164,6 +174,26 @@ class ShardedValue:
             return HOST_BAND_BYTES
         shards = self._shards or self._list_shards()
         return BAND_BYTES if all(map(_can_be_cut, shards)) else 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """The host memory that `hold` takes. Views take none."""
+        if self._at.gives_views:
+            return 0
+        return self._item_bytes() * sum(map(_box.count, self.held_boxes()))
+
+    @property
+    def largest_bytes(self) -> int:
+        """The memory of the largest shard."""
+        return self._item_bytes() * max(map(_box.count, self.held_boxes()), default=0)
+
+    def _item_bytes(self) -> int:
+        assert self._array is not None
+        return self._array.dtype.itemsize
+
+    def let_go(self) -> None:
+        """Read no more."""
+        self._array = self._shards = self._held = None
 
     def start_copying(self) -> None:
         """Begin to bring from an accelerator what `hold` will wait for."""
@@ -238,9 +268,44 @@ class CastValue:
         return self._value.band_bytes
 
 
+class BandsOnce:
+    """A value that a save reads from where it lies, each band once and in little memory."""
+
+    in_host_memory = False
+    may_change = False
+
+    def __init__(
+        self,
+        value: Value,
+        leaf: LeafSpec,
+        most_bytes: int,
+        read: Callable[[int, Box], Array],
+    ):
+        """A band takes `most_bytes` of memory. `read` is to return a `copy`, old or new."""
+        self._value = value
+        self.read = read
+        stored = DTYPES[leaf.dtype]
+        self._item_bytes = numpy_dtype(leaf.dtype).itemsize
+        # A band may be in memory as it was, cast, and packed.
+        element_bytes = self._item_bytes + (stored.bits / 8 if stored.packed else 0)
+        if leaf.cast_from is not None:
+            element_bytes += numpy_dtype(leaf.cast_from).itemsize
+        stored_bytes = int(most_bytes / element_bytes * stored.bits / 8)
+        self.band_bytes = min(value.band_bytes, max(stored_bytes, 1))
+
+    def memory_bytes(self, box: Box) -> int:
+        """The memory of a copy of a box."""
+        return _box.count(box) * self._item_bytes
+
+    def copy(self, device: int, box: Box) -> Array:
+        """The elements of a box, which the program can't change."""
+        array = self._value.read(device, box)
+        return np.array(array, order="C") if self._value.may_change else array
+
+
 CapturedValue = HostValue | ShardedValue
 """A leaf's bytes as the tree has them, as far as this process holds them."""
-Value = CapturedValue | CastValue
+Value = CapturedValue | CastValue | BandsOnce
 """A leaf's bytes as they are written."""
 
 _taking_apart = RenewedLock()

@@ -9,15 +9,17 @@ if TYPE_CHECKING:
     from ostraka.manager._advice import Advice
     from ostraka.manager._keep import Best
     from ostraka.manager._latest import latest
+    from ostraka.manager._losses import RunStats
     from ostraka.manager._manager import Manager
     from ostraka.manager.steps import Step
 
-__all__ = ["Advice", "Best", "Manager", "Step", "latest"]
+__all__ = ["Advice", "Best", "Manager", "RunStats", "Step", "latest"]
 
 _HOMES = {
     "Advice": "_advice",
     "Best": "_keep",
     "Manager": "_manager",
+    "RunStats": "_losses",
     "Step": "steps",
     "latest": "_latest",
 }

@@ -100,6 +100,14 @@ class CostMeter:
         self._entered_s = 0.0
         self._left: tuple[int, float, bool] | None = None
         self._advised_s: float | None = None
+        self._past_slower_s = 0.0
+        self.saving_s = 0.0
+        """The time in all calls that have returned."""
+
+    @property
+    def slower_s(self) -> float:
+        """How much longer the steps took during all saves."""
+        return self._past_slower_s + max(self._slower_s, 0.0)
 
     def enter(self, step: int) -> None:
         now = self._clock_s()
@@ -124,11 +132,13 @@ class CostMeter:
                 self._slowdown_s.append(max(self._slower_s, 0.0))
                 self._recent_s.append(self._last_cost_s)
                 self._spent_s += self._last_cost_s
+            self._past_slower_s = self.slower_s
             self._slower_s = 0.0
             self._saves += 1
             self._blocked_s.append(now - self._entered_s)
             self._saved_s = now
         self._left = (step, now, saving)
+        self.saving_s += now - self._entered_s
 
     @property
     def _last_cost_s(self) -> float:

@@ -19,6 +19,7 @@ from ostraka.audit.explain import find_divergence
 from ostraka.audit.journal import History, JournalWriter, Line, make_line, read_journal
 from ostraka.audit.marks import Mark, mark_from_json
 from ostraka.common.dtypes import dtype_name, to_bytes
+from ostraka.common.record import Extremes, OnRecord, Record, call_safely
 from ostraka.common.record import logger as log
 from ostraka.errors import ResumeDiverged, warn_caller
 from ostraka.live.fingerprint import (
@@ -61,18 +62,26 @@ class _Taken:
     arrays: list[tuple[str, tuple[int, ...], bool]]
     """Dtype, shape, and True if other processes hold parts of it."""
     pending: Pending
+    bytes: int
+    take_s: float
 
 
 class Audit:
     """The audit of one run directory. Every process calls the same methods in the same order."""
 
     def __init__(
-        self, store: Store, every: int, on_divergence: OnDivergence, rtol: float | None
+        self,
+        store: Store,
+        every: int,
+        on_divergence: OnDivergence,
+        rtol: float | None,
+        on_record: OnRecord | None = None,
     ) -> None:
         self._store = store
         self._every = every
         self._on_divergence = on_divergence
         self._rtol = rtol
+        self._on_record = on_record
         self._writer = JournalWriter(store)
         weakref.finalize(self, self._writer.close)
         self._run = ""
@@ -85,10 +94,12 @@ class Audit:
         self._about: Mapping[str, Any] = {}
         self._taken: _Taken | None = None
         self._is_compared = False
+        self.reached: int | None = None
+        """The last step that an interrupted run is known to have reached, once that is known."""
 
     def note_restore(self, step: int) -> None:
         """The run goes on from a step."""
-        self._resumed_from, self._is_begun = step, False
+        self._resumed_from, self._is_begun, self.reached = step, False, None
 
     def note(self, step: int, tree: Any, user: Mapping[str, Any] | None) -> None:
         """Look at a step. Raises ResumeDiverged if this or the last one differs."""
@@ -107,6 +118,7 @@ class Audit:
         taken, self._taken = self._taken, None
         if taken is None:
             return
+        began_s = time.perf_counter()
         mine = _collect(taken)
 
         def decide(all_mine: list[Any]) -> Any:
@@ -115,9 +127,33 @@ class Audit:
             return self._compare(line)
 
         found = agree(f"audit of step {taken.step}", mine, decide)
+        if self._on_record is not None:
+            is_known = taken.step in self._known
+            differs = found is not None if is_known else None
+            self._tell(self._on_record, taken, time.perf_counter() - began_s, differs)
         if found is not None:
             self._known.clear()
             self._report(found)
+
+    def _tell(
+        self, on_record: OnRecord, taken: _Taken, compare_s: float, differs: bool | None
+    ) -> None:
+        phases = {"take": taken.take_s, "compare": compare_s}
+        total_s = taken.take_s + compare_s
+        mine_s = Extremes(total_s, total_s)
+        record = Record(
+            "audit",
+            self._store.location,
+            taken.bytes,
+            phases,
+            total_s,
+            total_s,
+            Extremes(taken.bytes, taken.bytes),
+            mine_s,
+            step=taken.step,
+            differs=differs,
+        )
+        call_safely(on_record, record, in_background=False)
 
     def stop(self, *, alone: bool) -> None:
         """Write all that is known. Process 0 may be alone after an error."""
@@ -160,6 +196,8 @@ class Audit:
             return sorted(self._expected)
 
         self._known = set(decide_together("read the audit journal", begin))
+        if self._resumed_from is not None:
+            self.reached = max(self._known, default=self._resumed_from)
 
     def _compare(self, now: Line) -> Any:
         """On process 0: the first divergence as JSON, or None."""
@@ -169,8 +207,11 @@ class Audit:
         runs = self._history.runs if self._history is not None else ()
         about = next((run.about for run in runs if run.id == then.run), {})
         is_moved = any(about.get(name) != value for name, value in self._about.items())
+        base = None
+        if self._history is not None and self._resumed_from is not None:
+            base = self._history.before(self._resumed_from, then.run)
         found = find_divergence(
-            then, now, history=self._history, rtol=self._rtol, is_moved=is_moved
+            then, now, history=self._history, rtol=self._rtol, is_moved=is_moved, base=base
         )
         verdict = {"kind": "verdict", "run": self._run, "with": then.run, "step": now.step}
         if found is None:
@@ -198,6 +239,7 @@ class Audit:
 
 
 def _take(step: int, tree: Any, user: Mapping[str, Any]) -> _Taken:
+    began_s = time.perf_counter()
     names: list[tuple[str, str]] = []
     marks: list[Mark | None] = []
     arrays: list[Any] = []
@@ -215,7 +257,9 @@ def _take(step: int, tree: Any, user: Mapping[str, Any]) -> _Taken:
         ("key" if is_key(one) else dtype_name(one.dtype), one.shape, not one.is_fully_addressable)
         for one in arrays
     ]
-    return _Taken(step, names, marks, described, begin_fingerprints(arrays))
+    pending = begin_fingerprints(arrays)
+    nbytes = sum(one.nbytes for one in arrays)
+    return _Taken(step, names, marks, described, pending, nbytes, time.perf_counter() - began_s)
 
 
 def _host_mark(path: str, value: Any) -> Mark:

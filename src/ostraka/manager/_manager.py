@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from ostraka.common import keywords
 from ostraka.common.keywords import answering
-from ostraka.common.record import OnRecord, Record, Stopwatch
+from ostraka.common.record import OnRecord, Record, RunStats, Stopwatch
 from ostraka.common.record import logger as log
 from ostraka.errors import CheckpointNotFound, OstrakaError, Preempted, StoreError, warn_caller
 from ostraka.layout.casts import DtypeRule
@@ -35,7 +35,9 @@ from ostraka.manager._arguments import (
     check_step,
 )
 from ostraka.manager._audit import Audit, OnDivergence, check_audit
+from ostraka.manager._html import draw_run
 from ostraka.manager._keep import Best, check_best, check_keep
+from ostraka.manager._losses import Losses
 from ostraka.manager._mirror import Mirror, open_mirror
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Interrupt, Preemption
@@ -53,6 +55,7 @@ from ostraka.restoring.restore import RestoreOptions, Tree, restore
 from ostraka.restoring.share import ShareReads
 from ostraka.saving.agree import SaveHooks
 from ostraka.saving.capture import capture
+from ostraka.saving.limit import check_host_bytes
 from ostraka.saving.save import SaveOptions, begin_save
 from ostraka.storage import PathLike, Store
 from ostraka.tree.patterns import Patterns
@@ -110,6 +113,8 @@ class Manager:
             a cancelled one is not cancelled itself, so that some step is always committed. A forced
             step, and the last one on preemption, always wait.
         check_replicas: Compare all replicas before each commit, as in `ostraka.save`.
+        max_host_bytes: The most host memory for copies of a save in the background, as in
+            `ostraka.save_async`.
         audit_every: At multiples of this number of steps, `save` notes a fingerprint of every leaf
             in a journal in the directory, whether or not the step is saved. After a resume it
             compares the steps that the journal knows.
@@ -121,7 +126,7 @@ class Manager:
         if_busy: While another manager writes to the directory, `"wait"` waits for it and says so in
             the log, and `"raise"` raises Busy.
         mtbf_s: The mean time between failures in seconds. `advice` then says how often to save.
-        on_record: Called with a record of each save, restore and copy to the mirror.
+        on_record: Called with a record of each save, restore, copy to the mirror and audit.
 
     Raises:
         Busy: Another manager writes to the directory, and `if_busy` is `"raise"`.
@@ -159,6 +164,7 @@ class Manager:
         parity: int = 0,
         if_running: Literal["wait", "skip", "cancel"] = "wait",
         check_replicas: bool = False,
+        max_host_bytes: int | str | None = None,
         audit_every: int | None = None,
         on_divergence: OnDivergence = "raise",
         audit_rtol: float | None = None,
@@ -176,6 +182,8 @@ class Manager:
         self._root = Root(root)
         share = check_share("overhead", overhead) if every == "auto" else None
         self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s), overhead=share)
+        self._losses = Losses(self._meter)
+        self._on_record = self._losses.complete(check_function("on_record", on_record))
         self._schedule = Schedule(every, every_s, at, when, self._meter.left_s)
         self._if_running = if_running
         self._has_cancelled = False
@@ -190,13 +198,15 @@ class Manager:
         check_parity(parity)
         self._parity = parity
         self._check_replicas = check_replicas
+        self._max_host_bytes = None if max_host_bytes is None else check_host_bytes(max_host_bytes)
         self._audit_every = check_count("audit_every", audit_every)
         self._audit: Audit | None = None
         check_audit(on_divergence, audit_rtol)
         if self._audit_every is not None and not read_only:
-            self._audit = Audit(self._root.store, self._audit_every, on_divergence, audit_rtol)
+            self._audit = Audit(
+                self._root.store, self._audit_every, on_divergence, audit_rtol, self._on_record
+            )
         self._read_only = read_only
-        self._on_record = check_function("on_record", on_record)
         self._mirror: Mirror | None = None
         if copies is not None and not read_only:
             self._mirror = Mirror(
@@ -248,6 +258,11 @@ class Manager:
     def advice(self) -> Advice | None:
         """The cost of a save and how often to save. None before the first save."""
         return self._meter.advise()
+
+    @property
+    def stats(self) -> RunStats:
+        """The time that checkpoints have cost the run so far, and its share of the run."""
+        return self._losses.stats()
 
     # Saving
 
@@ -335,10 +350,11 @@ class Manager:
         """
         self._check_writable()
         number = check_step(step, "; the step comes first, as in save(100, tree)")
-        self._meter.enter(number)
+        self._losses.enter(number)
         is_last_call = self._is_last_call(number)
         if self._audit is not None:
             self._audit.note(number, tree, audit)
+            self._losses.reached = self._audit.reached
             if is_last_call:
                 self._audit.finish()
         due = self._schedule.is_due(number) or is_last_call or force
@@ -357,7 +373,7 @@ class Manager:
             self._begin(number, tree, options, force, background and not is_last_call)
         else:
             self._pending.raise_if_failed()
-        self._meter.leave(number, began=due, saving=self._pending.is_running())
+        self._losses.leave(number, began=due, saving=self._pending.is_running())
         if due and jax.process_index() == 0:
             self._meter.log_changes()
             if self._run_file is not None:
@@ -373,14 +389,15 @@ class Manager:
             SaveFailed: The background save failed.
             StoreError: A copy to the mirror failed.
         """
-        self._pending.wait()
-        if self._audit is not None and not self._closed:
-            self._audit.finish()
-        self._retention.wait()
-        try:
-            self._wait_for_mirror()
-        finally:
-            self._retention.wait()  # A step may have been kept until it was copied.
+        with self._losses.timing("waiting"):
+            self._pending.wait()
+            if self._audit is not None and not self._closed:
+                self._audit.finish()
+            self._retention.wait()
+            try:
+                self._wait_for_mirror()
+            finally:
+                self._retention.wait()  # A step may have been kept until it was copied.
 
     # Which steps exist
 
@@ -555,7 +572,7 @@ class Manager:
             as_state=as_state,
             share_reads=share_reads,
             progress=progress,
-            on_record=self._on_record if on_record is None else on_record,
+            on_record=self._losses.complete(on_record) or self._on_record,
         )
         found, value = self._recover(restore_from, wanted, fallback=fallback, mixes=mixes)
         duration_s = time.perf_counter() - began_s
@@ -751,8 +768,14 @@ class Manager:
             self._leave(alone=True)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "read-only" if self._read_only else "open"
-        return f"<Manager of {self.root}, {state}>"
+        return f"<Manager of {self.root}, {self._state}>"
+
+    def _repr_html_(self) -> str:
+        return draw_run(self.root, self._state, self._root.scan_files()[0])
+
+    @property
+    def _state(self) -> str:
+        return "closed" if self._closed else "read-only" if self._read_only else "open"
 
     # Opening and closing
 
@@ -920,7 +943,12 @@ class Manager:
             check_place=check_place,
         )
         begin = partial(begin_save, self._root.at(name), partial(capture, tree), options, hooks)
-        start = partial(begin, watch=watch, is_waited_for=not background)
+        start = partial(
+            begin,
+            max_host_bytes=self._max_host_bytes,
+            watch=watch,
+            is_waited_for=not background,
+        )
         self._pending.begin(start, background=background)
 
     def _check_order(self, step: int) -> None:
@@ -1003,18 +1031,20 @@ class Manager:
 
         With `mixes`, values of a damaged step could stay beside those of an older one.
         """
-        self._pending.wait()
-        self._retention.wait()
-        self._check_open()
-        verify_first = fallback and mixes
-        recovery = Recovery(self._places, step, fallback=fallback, verify_first=verify_first)
-        try:
-            self.restored, value = recovery.run(restore_from)
-        finally:
-            self._retention.damaged |= recovery.damaged
-        self._schedule.note_restore(self.restored)
-        if self._audit is not None:
-            self._audit.note_restore(self.restored)
+        with self._losses.timing("restoring"):
+            self._pending.wait()
+            self._retention.wait()
+            self._check_open()
+            verify_first = fallback and mixes
+            recovery = Recovery(self._places, step, fallback=fallback, verify_first=verify_first)
+            try:
+                self.restored, value = recovery.run(restore_from)
+            finally:
+                self._retention.damaged |= recovery.damaged
+            self._schedule.note_restore(self.restored)
+            if self._audit is not None:
+                self._audit.note_restore(self.restored)
+        self._losses.note_restore(self.restored, is_audited=self._audit is not None)
         return self.restored, value
 
     def _wait_for_mirror(self) -> None:

@@ -45,7 +45,8 @@ _MOST_LINE = 8192
 _MOST_HEADERS = 64
 _REQUEST_S = 30.0
 """How long a connection may be silent."""
-_HEARTBEAT_S = 10.0
+_HEARTBEAT_S = 5.0
+"""How often a page hears that the board is there. It reconnects after three times as long."""
 _LOOK_S = 1.0
 """How often to look if a listener has gone."""
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
@@ -420,7 +421,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif _has_left(self.connection):
                 return
             elif time.monotonic() - sent_s > _HEARTBEAT_S:
-                self.wfile.write(b": I am here\n\n")
+                self.wfile.write(b"event: beat\ndata: 1\n\n")
                 sent_s = time.monotonic()
 
 

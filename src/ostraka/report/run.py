@@ -22,7 +22,8 @@ from ostraka.formats.ostraka.source import OstrakaSource
 from ostraka.formats.source import Source
 from ostraka.formats.unknown import likely_steps
 from ostraka.integrity import verify
-from ostraka.layout.file_names import ADDED_NAME, PIN_NAME, list_steps
+from ostraka.layout.file_names import list_steps
+from ostraka.layout.shard_file import METADATA_NAME, is_shards_directory
 from ostraka.layout.spec import LeafSpec
 from ostraka.manager.leases import latest_of_each
 from ostraka.manager.run_file import (
@@ -255,10 +256,14 @@ class RunReader:
 
 
 def _version(step: Step, files: FilesBelow) -> tuple[str | None, dict[str, Any]]:
-    """What changes if a save, damage or repair changes a step, and a pin or a metric does not."""
+    """What a save, damage or repair of a step changes. Pins, metrics and claims do not."""
+
+    def is_own(rest: str) -> bool:
+        top = rest.partition("/")[0]
+        return step.is_foreign or top == METADATA_NAME or is_shards_directory(top)
+
     there = files[step.names[0]].items()
-    notes = (PIN_NAME, ADDED_NAME)
-    return step.save_id, {rest: file.version for rest, file in there if rest not in notes}
+    return step.save_id, {rest: file.version for rest, file in there if is_own(rest)}
 
 
 # What the Manager says

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from itertools import accumulate, chain, compress, count, repeat
 from operator import attrgetter
 from typing import Any, Protocol
@@ -99,12 +100,17 @@ class WriteJob:
     """The leaves to copy: in host memory they differ from the file, or are not there at all."""
     live: frozenset[int]
     """The leaves that the program may write to meanwhile."""
-    beside: int
-    """The number of files that this process writes at the same time."""
+    threads: int
+    """How many threads write at the same time."""
     scratch: threading.local = field(default_factory=threading.local)
     """For each thread, memory for a block."""
     staging: ByteBudget = field(default_factory=lambda: ByteBudget(STAGING_BYTES))
     stop: StopSignal = field(default_factory=StopSignal)
+
+    @property
+    def beside(self) -> int:
+        """How many files this process writes at the same time."""
+        return min(len(self.plan.files_of(self.operation.process)), self.threads)
 
     def check(self) -> None:
         """Raise if this save has failed, on any process or in any thread."""
@@ -154,20 +160,24 @@ def write_shards(
     """
     operation, store, progress = save.operation, save.place.store, save.progress
     files = plan.files_of(operation.process)
+    contents = _format.entries_by_file(
+        plan.leaves, plan.layouts, set(map(attrgetter("device"), files))
+    )
+    values, threads = agreed.values, store.traits.at_once
+    if (limit := save.limit) is not None:
+        threads = limit.threads(threads)
+        entries = [(file.device, contents[file.device, file.part]) for file in files]
+        cut = partial(_cut, store=store)
+        values = limit.take_over(values, plan.leaves, entries, threads, cut)
     if not files:
         return WrittenFiles()
-    values = agreed.values
     copied = frozenset(
         number
         for number, (leaf, value) in enumerate(zip(plan.leaves, values, strict=True))
         if not value.in_host_memory or DTYPES[leaf.spec.dtype].packed
     )
     live = frozenset(compress(count(), map(attrgetter("may_change"), values)))
-    beside = min(len(files), store.traits.at_once)
-    job = WriteJob(operation, store, agreed.save_id, plan, values, copied, live - copied, beside)
-    contents = _format.entries_by_file(
-        plan.leaves, plan.layouts, set(map(attrgetter("device"), files))
-    )
+    job = WriteJob(operation, store, agreed.save_id, plan, values, copied, live - copied, threads)
     shards = [ShardWriter(job, file, contents[file.device, file.part]) for file in files]
     progress.total = sum(map(attrgetter("size"), files))
     targets: list[BlockTarget] = list(shards)
@@ -210,7 +220,7 @@ def _write_all(
             job.check()
             progress.add(target.write(number, pieces))
 
-    run_all(write, _tasks(job, targets), threads=job.store.traits.at_once, stop=job.stop)
+    run_all(write, _tasks(job, targets), threads=job.threads, stop=job.stop)
 
 
 class ShardWriter:
@@ -316,14 +326,8 @@ class ShardWriter:
 
     def _staged(self, value: Value, leaf: StoredLeaf, box: Box) -> Iterator[Array]:
         """Copy a box in bands, to have only a few of them in memory."""
-        job, most_bytes = self._job, value.band_bytes
-        if not job.store.traits.in_any_order:
-            most_bytes = min(most_bytes, _SENT_BYTES)
-        bits = DTYPES[leaf.spec.dtype].bits
-        bands = list(_box.bands(box, box, most_bytes * 8 // bits)) if most_bytes else [box]
-        if any(_box.count(band) * bits % 8 for band in bands[:-1]):
-            bands = [box]  # Bands must have whole bytes.
-        for band in bands:
+        job, bits = self._job, DTYPES[leaf.spec.dtype].bits
+        for band in _cut(value, leaf, box, store=job.store):
             nbytes = (_box.count(band) * bits + 7) // 8
             with job.staging.hold(nbytes, job.check):
                 yield from _bands(_read(value, leaf, self.file.device, band, nbytes))
@@ -386,6 +390,18 @@ def _tasks(job: WriteJob, targets: Sequence[BlockTarget]) -> Iterator[_Task]:
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
         job.check()
         yield task
+
+
+def _cut(value: Value, leaf: StoredLeaf, box: Box, *, store: Store) -> Sequence[Box]:
+    """The bands in which to copy a box."""
+    most_bytes = value.band_bytes
+    if not store.traits.in_any_order:
+        most_bytes = min(most_bytes, _SENT_BYTES)
+    bits = DTYPES[leaf.spec.dtype].bits
+    bands = list(_box.bands(box, box, most_bytes * 8 // bits)) if most_bytes else [box]
+    if any(_box.count(band) * bits % 8 for band in bands[:-1]):
+        return [box]  # Bands must have whole bytes.
+    return bands
 
 
 def _read(value: Value, leaf: StoredLeaf, device: int, box: Box, nbytes: int) -> Array:

@@ -38,6 +38,7 @@ from ostraka.layout.shard_file import BLOCK_BYTES, FileEntry, encode_index
 from ostraka.live.values import HostValue
 from ostraka.processes.operation import Operation
 from ostraka.saving._write import ShardWriter, WriteJob, WrittenFiles, metadata_of
+from ostraka.saving.limit import HostLimit
 from ostraka.storage import FileWriter, Store
 
 Array = np.ndarray[Any, Any]
@@ -164,8 +165,11 @@ class ParityCompanion:
 
     name = "parity"
 
-    def __init__(self, count: int, plan: WritePlan, hosts: Sequence[int]):
+    def __init__(
+        self, count: int, plan: WritePlan, hosts: Sequence[int], limit: HostLimit | None = None
+    ):
         self._plan = plan
+        self._limit = limit
         self._parity = plan_parity(plan.files, plan.process_of, hosts, count=count)
         self._groups: Sequence[GroupOfViews] = ()
         """The groups to sum up during the write."""
@@ -229,11 +233,15 @@ class ParityCompanion:
             own = [n for n, writer in enumerate(group.writers) if writer == operation.process]
             if numbers := [number for number in own if (target.group, number) not in finished]:
                 mine.append((target, numbers))
+        at_once = GROUPS_AT_ONCE
+        if self._limit is not None:
+            members = max((len(target.members) for target, _ in mine), default=0)
+            at_once = self._limit.threads(at_once, (members + parity.count) * BLOCK_BYTES)
         try:
             read_back = run_all(
                 lambda task: _read_back(operation, shards, *task),
                 mine,
-                threads=GROUPS_AT_ONCE,
+                threads=at_once,
                 stop=StopSignal(),
             )
         except Damaged as error:

@@ -22,6 +22,7 @@ from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec
 from ostraka.live.values import CastValue, HostValue, Value
 from ostraka.processes.operation import Operation, ProcessFailed, refuse_different_paths
 from ostraka.saving.capture import Captured
+from ostraka.saving.limit import HostLimit
 from ostraka.saving.place import Place
 from ostraka.storage import PathLike
 from ostraka.tree.json_tree import decode_state, encode_state, with_states
@@ -55,6 +56,8 @@ class RunningSave:
     place: Place
     watch: Stopwatch
     progress: Count = field(default_factory=Count)
+    limit: HostLimit | None = None
+    """Of the host memory, if the save has one."""
 
 
 @dataclass(frozen=True, slots=True)

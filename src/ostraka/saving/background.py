@@ -264,6 +264,12 @@ def give_back(handle: SaveHandle) -> bool:
     return is_mine
 
 
+def give_up(handle: SaveHandle) -> None:
+    """After an interrupt, give up a save whose values are not safe. Its caller has no handle."""
+    handle._is_error_seen = True
+    handle._give_up("it was interrupted before its values were safe, and gave the save up")
+
+
 def run_in_background(handle: SaveHandle, work: Callable[[], Record]) -> None:
     """Do `work` in a thread. Call this inside `one_at_a_time`.
 

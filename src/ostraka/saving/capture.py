@@ -26,7 +26,7 @@ from ostraka.tree.nodes import Kept, Leaf, Stateful, check_unique, find_shared, 
 if TYPE_CHECKING:
     from ostraka.saving.replicas import ReplicaCheck
 
-_COPIERS = max(2, min(os.cpu_count() or 1, 16))
+COPIERS = max(2, min(os.cpu_count() or 1, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def hold(values: Sequence[CapturedValue]) -> None:
             value.start_copying()
     large = [copy for value in values for copy in value.hold()]
     if large:
-        run_all(lambda copy: np.copyto(*copy), large, threads=_COPIERS, stop=StopSignal())
+        run_all(lambda copy: np.copyto(*copy), large, threads=COPIERS, stop=StopSignal())
 
 
 def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:

@@ -47,11 +47,13 @@ from ostraka.saving.background import (
     CANCELLED,
     SaveHandle,
     give_back,
+    give_up,
     one_at_a_time,
     run_in_background,
     slot,
 )
 from ostraka.saving.capture import Captured, capture, hold
+from ostraka.saving.limit import HostLimit
 from ostraka.saving.place import Place
 from ostraka.storage import LocalStore, PathLike, open_store, refuse_swapped
 
@@ -156,6 +158,7 @@ def save_async(
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
     check_replicas: bool = False,
+    max_host_bytes: int | str | None = None,
     if_busy: Literal["wait", "raise"] = "wait",
     on_commit: Callable[[], None] | None = None,
     on_record: OnRecord | None = None,
@@ -179,6 +182,9 @@ def save_async(
         metadata: As for `save`.
         max_file_bytes: As for `save`.
         check_replicas: As for `save`. The captured values are compared, in the background.
+        max_host_bytes: The most host memory that the save takes on this process for copies (from
+            accelerators, of numpy arrays, to cast and to compress), a number or a string such as
+            `"4GiB"`. What has no room is written before this returns. Default: no limit.
         if_busy: What to do while an earlier save is under way: `"wait"` for it, or `"raise"`,
             which raises Busy.
         on_commit: Called in the background, on process 0, once the checkpoint is committed. If it
@@ -193,6 +199,7 @@ def save_async(
     Raises:
         Busy: If a save is under way and `if_busy` is `"raise"`.
         InvalidTree: As for `save`.
+        ValueError: If `max_host_bytes` is too little. The message says how much is needed.
 
     Example:
         >>> handle = ostraka.save_async("runs/8", {"model": model, "optimizer": optimizer})
@@ -203,7 +210,14 @@ def save_async(
         dtype, compress, parity, metadata, max_file_bytes, check_replicas=check_replicas
     )
     hooks = SaveHooks(on_record=on_record, on_commit=on_commit)
-    return begin_save(path, partial(capture, tree), options, hooks, if_busy=if_busy)
+    return begin_save(
+        path,
+        partial(capture, tree),
+        options,
+        hooks,
+        max_host_bytes=max_host_bytes,
+        if_busy=if_busy,
+    )
 
 
 def run_save(
@@ -234,6 +248,7 @@ def begin_save(
     options: SaveOptions,
     hooks: SaveHooks,
     *,
+    max_host_bytes: int | str | None = None,
     if_busy: Literal["wait", "raise"] = "wait",
     watch: Stopwatch | None = None,
     is_waited_for: bool = False,
@@ -243,11 +258,19 @@ def begin_save(
     `watch` is the caller's, if it has waited before.
     """
     watch = watch or Stopwatch()
+
+    def note_blocked() -> None:
+        if not is_waited_for:
+            watch.blocked_s = watch.total_s
+
     with one_at_a_time(if_busy):
-        ending, handle = ExitStack(), None
+        ending, handle, limit = ExitStack(), None, None
         try:
             entered = _entered(path, options, hooks, watch, direct=not is_waited_for)
             running = ending.enter_context(entered)
+            if max_host_bytes is not None:
+                limit = HostLimit(max_host_bytes, on_safe=note_blocked)
+                running = replace(running, limit=limit)
             handle = SaveHandle(str(path), running.progress, running.operation.give_up)
             with paused_gc():
                 captured = _capture(running, take_apart)
@@ -256,16 +279,19 @@ def begin_save(
                 is_alone = running.operation.count == 1  # Several processes agree first.
                 if is_alone and hooks.check_no_arrays is not None and not captured.leaves:
                     hooks.check_no_arrays()
-                hold(captured.values)
-            running.watch.lap("capture")
-            if not is_waited_for:
-                running.watch.blocked_s = running.watch.total_s
+                hold(captured.values if limit is None else limit.choose(captured))
+            watch.lap("capture")
+            note_blocked()
             run_in_background(handle, partial(_finish, running, captured, ending))
+            if limit is not None:
+                limit.wait()
         except BaseException:
             if handle is None or give_back(handle):
                 # Nobody works on it, and the other processes would wait for ever.
                 with ending:
                     raise
+            if limit is not None and not limit.is_safe:
+                give_up(handle)
             raise
         return handle
 
@@ -369,7 +395,9 @@ def _write_and_commit(running: RunningSave, captured: Captured) -> Sequence[floa
                 grids=options.grids,
             )
             parity = options.parity
-            companions = [ParityCompanion(parity, plan, agreed.hosts)] if parity else []
+            companions = (
+                [ParityCompanion(parity, plan, agreed.hosts, running.limit)] if parity else []
+            )
         watch.lap("plan")
         if captured.replicas is not None:
             captured.replicas.begin()
@@ -390,8 +418,12 @@ def _write_and_commit(running: RunningSave, captured: Captured) -> Sequence[floa
 
 def _finish(running: RunningSave, captured: Captured, ending: ExitStack) -> Record:
     """In the background thread: the other stages, and the end of the save."""
-    with ending:
-        summary = _write_and_commit(running, captured)
+    try:
+        with ending:
+            summary = _write_and_commit(running, captured)
+    finally:
+        if running.limit is not None:
+            running.limit.end()
     return _report(running, summary, in_background=True)
 
 

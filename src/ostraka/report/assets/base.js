@@ -207,7 +207,7 @@ export function dataTable(columns, rows, { most = 200, sort = null, descending =
   const more = h("p", { class: "muted" });
   function draw() {
     const by = columns.find((column) => column.name === order);
-    const sorted = by ? [...rows].sort((a, b) => compareValues(by.value(a), by.value(b)) * (isDown ? -1 : 1)) : rows;
+    const sorted = by ? rows.map((row) => [by.value(row), row]).sort(([a], [b]) => compareValues(a, b) * (isDown ? -1 : 1)).map(([, row]) => row) : rows;
     columns.forEach((column, at) => head[at].setAttribute("aria-sort", column !== by ? "none" : isDown ? "descending" : "ascending"));
     replaceAll(body, sorted.slice(0, most).map((row) => {
       const cells = columns.map((column) => h("td", { class: column.right ? "right" : null }, column.show ? column.show(row) : column.value(row)));

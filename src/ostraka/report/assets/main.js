@@ -9,6 +9,9 @@ import { drawRun } from "./run.js";
 const DRAW = { run: drawRun, checkpoint: drawCheckpoint, comparison: drawComparison, plan: drawPlan };
 const KINDS = { run: "Run", checkpoint: "Checkpoint", comparison: "Comparison", plan: "Plan" };
 
+/** A board says every 5 s that it is there. */
+const SILENT_MS = 15000;
+
 const page = await readPage();
 const root = document.getElementById("page");
 
@@ -57,7 +60,7 @@ function redrawInPlace(main, draw) {
 
 function startBoard({ token, path }) {
   const main = h("div", {}, h("p", { class: "muted" }, "Looking at the directory …"));
-  let run = null, shown = null, runTop = 0;
+  let run = null, shown = null, runTop = 0, source = null, heardAt = 0;
   drawFrame(main, null);
   const status = document.getElementById("live");
 
@@ -113,6 +116,14 @@ function startBoard({ token, path }) {
     replaceAll(main, wayBack(found), headOf(found), DRAW[found.kind](found, live));
   }
 
+  function sayIfDeleted() {
+    const name = decodeURIComponent(location.hash.slice(1).split("/")[1]);
+    const isThere = run.steps.some((row) => row.path === name || row.path.endsWith(`/${name}`));
+    if (!isThere && !document.getElementById("deleted")) {
+      main.prepend(h("div", { class: "notice", id: "deleted" }, "This step has been deleted. What you see was read before."));
+    }
+  }
+
   function drawRunHere() {
     replaceAll(main, headOf(run), drawRun(run, live));
     document.documentElement.dataset.ready = "yes";
@@ -143,17 +154,25 @@ function startBoard({ token, path }) {
     document.documentElement.dataset.ready = "yes";
   }
 
-  function take(document) {
+  function take(found) {
     const isFirst = run === null;
-    run = document;
+    run = found;
     say("live", "good");
+    if (document.hidden) connect();
     if (shown === "run" && isFirst) drawRunHere();
     else if (shown === "run") redrawInPlace(main, drawRunHere);
+    else if (shown === "step") sayIfDeleted();
   }
 
+  // A browser has six connections to a board, for all its tabs: those that nobody sees use none.
   function connect() {
-    const events = new EventSource(`/api/events?token=${encodeURIComponent(token)}`);
+    source?.close();
+    source = null;
+    if (document.hidden && run !== null) return;
+    const events = source = new EventSource(`/api/events?token=${encodeURIComponent(token)}`);
     const read = (event) => JSON.parse(event.data);
+    heardAt = Date.now();
+    ["run", "change", "problem", "beat"].forEach((kind) => events.addEventListener(kind, () => { heardAt = Date.now(); }));
     events.addEventListener("run", (event) => take(read(event)));
     events.addEventListener("change", (event) => {
       const news = read(event), steps = new Map(run.steps.map((row) => [row.step, row]));
@@ -164,18 +183,24 @@ function startBoard({ token, path }) {
     events.addEventListener("problem", (event) => say(read(event).problem, "bad"));
     events.addEventListener("error", async () => {
       say("reconnecting …", "warn");
-      if (events.readyState !== EventSource.CLOSED) return;
+      if (events.readyState !== EventSource.CLOSED || events !== source) return;
       // The browser has given up. A board that was started anew has another token.
       try {
         await ask("run");
       } catch (error) {
-        if (error.status === 403) { say("restarted: open the new address", "bad"); return; }
-        if (error.status === 503) { say(error.message, "bad"); return; }
+        if (error.status === 403) { source = null; say("restarted: open the new address", "bad"); return; }
       }
-      setTimeout(connect, 1000);
+      setTimeout(() => { if (events === source) connect(); }, 1000);
     });
   }
 
+  // A connection that broke while the machine slept looks open for ever.
+  setInterval(() => {
+    if (source === null || Date.now() - heardAt < SILENT_MS) return;
+    say("reconnecting …", "warn");
+    connect();
+  }, 1000);
+  document.addEventListener("visibilitychange", connect);
   window.addEventListener("hashchange", route);
   setInterval(() => document.querySelectorAll("time[data-saved-at]").forEach((one) => { one.textContent = formatAge(Number(one.dataset.savedAt)); }), 5000);
   say("connecting …", "muted");

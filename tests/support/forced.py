@@ -1,0 +1,26 @@
+"""Treat JAX arrays as those of an accelerator: none of their memory can be viewed."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import numpy as np
+
+from ostraka.live import values
+from ostraka.saving import capture
+
+
+@contextmanager
+def copies_forced() -> Generator[None]:
+    """Copy every shard, or part of one, that a save reads. Donation ends what is not copied."""
+
+    def placement(*args: object, gives_views: bool) -> values.Placement:
+        del gives_views
+        return values.Placement(*args, gives_views=False)  # pyright: ignore[reportArgumentType]
+
+    with (
+        patch.object(capture, "Placement", placement),
+        patch.object(values, "_host_copy", partial(np.array, order="C")),
+    ):
+        yield
