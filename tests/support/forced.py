@@ -1,8 +1,9 @@
 """Treat JAX arrays as those of an accelerator: none of their memory can be viewed."""
 
+# pyright: reportPrivateUsage=false
+
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -19,8 +20,9 @@ def copies_forced() -> Generator[None]:
         del gives_views
         return values.Placement(*args, gives_views=False)  # pyright: ignore[reportArgumentType]
 
+    host_copy = values._host_copy  # which lets JAX keep no copy
     with (
         patch.object(capture, "Placement", placement),
-        patch.object(values, "_host_copy", partial(np.array, order="C")),
+        patch.object(values, "_host_copy", lambda array: np.array(host_copy(array), order="C")),
     ):
         yield
