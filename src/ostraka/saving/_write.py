@@ -102,15 +102,12 @@ class WriteJob:
     """The leaves that the program may write to meanwhile."""
     threads: int
     """How many threads write at the same time."""
+    beside: int
+    """How many files this process writes at the same time."""
     scratch: threading.local = field(default_factory=threading.local)
     """For each thread, memory for a block."""
     staging: ByteBudget = field(default_factory=lambda: ByteBudget(STAGING_BYTES))
     stop: StopSignal = field(default_factory=StopSignal)
-
-    @property
-    def beside(self) -> int:
-        """How many files this process writes at the same time."""
-        return min(len(self.plan.files_of(self.operation.process)), self.threads)
 
     def check(self) -> None:
         """Raise if this save has failed, on any process or in any thread."""
@@ -177,7 +174,8 @@ def write_shards(
         if not value.in_host_memory or DTYPES[leaf.spec.dtype].packed
     )
     live = frozenset(compress(count(), map(attrgetter("may_change"), values)))
-    job = WriteJob(operation, store, agreed.save_id, plan, values, copied, live - copied, threads)
+    live, beside = live - copied, min(len(files), threads)
+    job = WriteJob(operation, store, agreed.save_id, plan, values, copied, live, threads, beside)
     shards = [ShardWriter(job, file, contents[file.device, file.part]) for file in files]
     progress.total = sum(map(attrgetter("size"), files))
     targets: list[BlockTarget] = list(shards)
