@@ -95,6 +95,8 @@ class Pending:
 
 def add_parts(parts: Sequence[Sums]) -> Sums:
     """Add up parts of one array."""
+    if len(parts) == 1:
+        return parts[0]
     lanes = tuple(sum(part.lanes[lane] for part in parts) % (1 << 32) for lane in range(LANES))
     return Sums(lanes, tuple(sum(part.numbers[n] for part in parts) for n in range(NUMBERS)))
 
@@ -264,10 +266,11 @@ def _unpack(group: _Group, tables: Sequence[Any], parts: list[list[Part]]) -> No
     for shards in zip(*[table.addressable_shards for table in tables], strict=True):
         shard = shards[0]
         rows = np.concatenate([np.asarray(one.data)[0] for one in shards])
-        numbers = rows[:, LANES:].copy().view(np.float32)
+        lanes = rows[:, :LANES].tolist()
+        numbers = rows[:, LANES:].copy().view(np.float32).tolist()
         for place, row in enumerate(group.order):
             index, is_first = _firsts(group.kinds[place])[shard.device]
-            sums = Sums(tuple(rows[row, :LANES].tolist()), tuple(numbers[row].tolist()))
+            sums = Sums(tuple(lanes[row]), tuple(numbers[row]))
             parts[group.numbers[place]].append(Part(shard.device, index, is_first, sums))
 
 

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -319,7 +320,7 @@ def _line(taken: _Taken, run: str, all_mine: list[Any]) -> Line:
 
 def _value(dtype: str, shape: tuple[int, ...], sums: Sums) -> float | int | str | None:
     """The value of a single number: the sign of the first element is always positive."""
-    if int(np.prod(shape)) != 1 or dtype == "key" or dtype.startswith("complex"):
+    if prod(shape) != 1 or dtype == "key" or dtype.startswith("complex"):
         return None
     number = sums.numbers[1]
     if not np.isfinite(number):
