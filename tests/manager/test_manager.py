@@ -501,7 +501,9 @@ def test_a_closed_manager(tmp_path: Path):
         with pytest.raises(ValueError, match="the manager of .* is closed"):
             call()
     assert ostraka.verify(tmp_path / "step_00000001").ok
-    abandoned = Manager(tmp_path)
+    abandoned = Manager(tmp_path, audit_every=1)
+    abandoned.save(2, tree_of(2))
+    abandoned.wait()
     del abandoned
     Manager(tmp_path).close()
 

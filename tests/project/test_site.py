@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import ostraka
-from ostraka import data, errors, exercises, manager, sharding, storage, testing
+from ostraka import data, errors, exercises, manager, metrics, sharding, storage, testing
 
 ROOT = Path(__file__).parents[2]
 START = "index.md"
@@ -35,7 +35,7 @@ FOR_STORES = ("FileInfo", "FileReader", "FileWriter", "MemoryStore", "PlaceLock"
 
 def public_names() -> Iterator[str]:
     yield from (f"ostraka.{name}" for name in ostraka.__all__)
-    for module in (data, errors, exercises, sharding, testing):
+    for module in (data, errors, exercises, metrics, sharding, testing):
         yield from (f"{module.__name__}.{name}" for name in module.__all__)
     yield from (f"ostraka.storage.{name}" for name in FOR_STORES if hasattr(storage, name))
     yield from (f"ostraka.manager.{name}" for name in {*manager.__all__} - {*ostraka.__all__})

@@ -329,6 +329,6 @@ class _Refusals(NamedTuple):
         if isinstance(error, OstrakaError) or not isinstance(error, OSError):
             return
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
-            raise missing from error
+            # No name for it: it would keep the caller's values until the garbage collector comes.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path) from error
         raise store_error(self.action, self.path, error) from error
