@@ -45,7 +45,7 @@ def mappings() -> Iterator[tuple[int, int, list[str]]]:
             first, last = word.split("-")
             span = int(first, 16), int(last, 16)
         elif word == "VmFlags:":
-            yield *span, rest
+            yield span[0], span[1], rest
 
 
 def test_large_memory_has_huge_pages_while_there_are_free_ones(monkeypatch: pytest.MonkeyPatch):

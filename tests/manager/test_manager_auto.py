@@ -202,6 +202,7 @@ def test_an_error_of_its_own_is_not_swallowed(tmp_path: Path):
         time.sleep(0.01)
     with pytest.raises(errors.SaveFailed, match="no space left"):
         manager.save(2, TREE)
+    manager.close()
 
 
 def test_a_handle_is_cancelled(tmp_path: Path):

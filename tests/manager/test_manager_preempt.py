@@ -38,12 +38,6 @@ ROUNDS = 50
 """For each of four seeds."""
 
 
-@pytest.fixture(autouse=True)
-def alone() -> None:
-    """A Manager that another test has left to the garbage collector would count SIGTERM, too."""
-    gc.collect()
-
-
 @contextmanager
 def ends(match: str) -> Generator[None]:
     """The block ends in the way that ends the program, and SIGTERM is handled as before."""

@@ -264,7 +264,8 @@ def measure_restore(path: str, how: str, layers: int, size: int) -> int:
     ostraka.save(path + "-small", small)  # what a first call loads is not what is measured
     ostraka.restore(path + "-small", into=small)
     kept: list[Any] = []
-    return extra_bytes(lambda: kept.append(ostraka.restore(path, **{how: state})))
+    given: Any = {how: state}
+    return extra_bytes(lambda: kept.append(ostraka.restore(path, **given)))
 
 
 def test_dicts_and_lists_in_place_never_hold_two_models(tmp_path: Path):

@@ -274,7 +274,8 @@ def measure_restore(path: str, how: str, layers: int, size: int) -> int:
     ostraka.save(path + "-small", small)  # what a first call loads is not what is measured
     ostraka.restore(path + "-small", into=small)
     kept: list[Any] = []
-    return extra_bytes(lambda: kept.append(ostraka.restore(path, **{how: model})))
+    given: Any = {how: model}
+    return extra_bytes(lambda: kept.append(ostraka.restore(path, **given)))
 
 
 def test_in_place_never_holds_two_models(tmp_path: Path):
