@@ -54,7 +54,7 @@ demo: $(LIGHT) ## a short tour, on this machine's CPU
 	@$(BIN)/python examples/demo.py
 
 test: $(FULL) torch ## the test suite (TESTS=tests/layout, PYTEST_ARGS=-x)
-	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS) $(TESTS)
+	@$(BIN)/python -m pytest -n 4 --dist worksteal $(PYTEST_ARGS) $(TESTS)
 
 # The folders that need no store, no device and no process.
 quick: $(FULL) ## the tests of the pure folders, in seconds

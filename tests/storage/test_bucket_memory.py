@@ -71,10 +71,9 @@ AS_BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 COMPRESSED: dict[str, Any] = {"compress": "zstd"}
 
 
-# Files written or read in one go, and boxes converted or cast whole, would be more.
 def case(leaves: int, mib: int, how: dict[str, Any], cast: str | None, name: str) -> Any:
-    """Those of 4 GiB take long."""
-    marks = [pytest.mark.soak] if mib == 4096 else []
+    """Those of 4 GiB take long. Casts on the way back are in the soak test alone."""
+    marks = [pytest.mark.soak] if mib == 4096 or cast else []
     return pytest.param(leaves, mib, how, cast, marks=marks, id=name)
 
 
