@@ -99,6 +99,8 @@ def test_a_root_that_was_removed_is_made_and_locked_again(
     store = open_store(root)
     with Manager(root, asynchronous=False) as manager:
         manager.save(1, tree_of(1))
+        assert manager._run_file is not None
+        manager._run_file.wait()  # It would write to the directory meanwhile.
         for name in store.list():
             store.delete(name)
         store.remove_if_empty()
