@@ -46,7 +46,7 @@ class Line:
     step: int
     run: str
     digest: str
-    """Of all leaves together."""
+    """The digest of all leaves together."""
     leaves: Table | None
     """None if they were dropped."""
     user: Table = field(default_factory=dict[str, Mark])

@@ -46,7 +46,7 @@ class _Usual:
     """What is usual for the parameters of a model."""
 
     mean_square: float
-    """Of all elements in a."""
+    """The value for all elements in a."""
     relative: float
     """The median relative change of those that moved."""
     moved: int

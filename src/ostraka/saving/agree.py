@@ -57,7 +57,7 @@ class RunningSave:
     watch: Stopwatch
     progress: Count = field(default_factory=Count)
     limit: HostLimit | None = None
-    """Of the host memory, if the save has one."""
+    """The limit of the host memory, if the save has one."""
 
 
 @dataclass(frozen=True, slots=True)
