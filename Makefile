@@ -3,6 +3,7 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SHAKE_ARGS ?=
+FAULTS_ARGS ?=
 WORLD_ARGS ?=
 STORE ?= moto
 SLURM_ARGS ?=
@@ -30,7 +31,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quick buckets check format bench docs torch azurite browser soak shake world newest slurm clean
+.PHONY: help venv demo test coverage faults quick buckets check format bench docs torch azurite browser soak shake world newest slurm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +56,19 @@ demo: $(LIGHT) ## a short tour, on this machine's CPU
 
 test: $(FULL) torch ## the test suite (TESTS=tests/layout, PYTEST_ARGS=-x)
 	@$(BIN)/python -m pytest -n 4 --dist worksteal $(PYTEST_ARGS) $(TESTS)
+
+# Which branches the suite reaches, by folder. `make faults` reads the data.
+coverage: $(FULL) torch ## the test suite, and the share of branches that it reaches in each folder
+	@rm -f .coverage .coverage.*
+	@$(BIN)/python -m coverage run -m pytest -n 4 --dist worksteal --junitxml .covered.xml \
+	  $(PYTEST_ARGS) $(TESTS)
+	@$(BIN)/python -m coverage combine -q
+	@$(BIN)/python -m coverage json -q -o .covered.json
+	@$(BIN)/python tests/support/covered.py .covered.json
+
+# Needs the data of `make coverage`. Nine in ten faults take seconds, the others a minute.
+faults: $(FULL) ## plant faults in the package, and see whether the tests notice (FAULTS_ARGS=--area boxes)
+	@$(BIN)/python tests/support/planted.py $(FAULTS_ARGS)
 
 # The folders that need no store, no device and no process.
 quick: $(FULL) ## the tests of the pure folders, in seconds
