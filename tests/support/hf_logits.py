@@ -1,7 +1,7 @@
 """Small models of `transformers`, saved as it saves them, with their logits.
 
-This runs in an environment with torch and transformers. Each line on stdin is a task in JSON, and is
-answered by a line. `{"root", "configs", "logits"}` makes a directory for each config: what
+This runs in an environment with torch and transformers. Each line on stdin is a task in JSON, which
+a line answers. `{"root", "configs", "logits"}` makes a directory for each config: what
 `save_pretrained` writes, in many small files, and `tokens.npy` and `logits.npy` if they are asked
 for. `{"load"}` has `transformers` load a directory. The answer has the keys that it misses or does
 not know, and `logits.npy` is written for `tokens.npy` there.
