@@ -130,7 +130,7 @@ def test_a_family_with_own_rules_before_it(models: Path, tmp_path: Path):
 @pytest.mark.parametrize("family", EXPERTS)
 def test_fused_experts(tmp_path: Path, family: str):
     """Gate and up are cut apart, and all experts are one leaf; gpt_oss has gate and up in turn."""
-    write_models(tmp_path, EXPERTS, "--no-logits")
+    write_models(tmp_path, EXPERTS, logits=False)
     above = "model.layers.{n}.{mlp}.experts"
     kernels = [f"layers/{{n}}/{{mlp}}/{part}/kernel" for part in ("gate", "up")]
     biases = [f"layers/{{n}}/{{mlp}}/{part}/bias" for part in ("gate", "up")]

@@ -1,11 +1,10 @@
 """Small models of `transformers`, saved as it saves them, with their logits.
 
-This runs in an environment with torch and transformers. It reads `{name: config}` on stdin, and
-makes a directory for each below the one that is its argument: what `save_pretrained` writes, in
-many small files, and `tokens.npy` and `logits.npy`. With `--no-logits` those are left out.
-
-With `--load`, the argument is the directory of a model, which `transformers` loads. Then the keys
-that it misses or does not know are printed, and `logits.npy` is written for `tokens.npy` there.
+This runs in an environment with torch and transformers. Each line on stdin is a task in JSON, which
+a line answers. `{"root", "configs", "logits"}` makes a directory for each config: what
+`save_pretrained` writes, in many small files, and `tokens.npy` and `logits.npy` if they are asked
+for. `{"load"}` has `transformers` load a directory. The answer has the keys that it misses or does
+not know, and `logits.npy` is written for `tokens.npy` there.
 """
 
 import json
@@ -37,7 +36,7 @@ def write(config: dict[str, Any], directory: Path, *, has_logits: bool) -> None:
     np.save(directory / "logits.npy", logits.numpy())
 
 
-def load(directory: Path) -> None:
+def load(directory: Path) -> list[str]:
     model, about = transformers.AutoModelForCausalLM.from_pretrained(
         directory, output_loading_info=True, attn_implementation="eager", local_files_only=True
     )
@@ -45,14 +44,15 @@ def load(directory: Path) -> None:
     with torch.no_grad():
         logits = model.eval()(tokens).logits
     np.save(directory / "logits.npy", logits.numpy())
-    print(json.dumps([name for kind in about.values() for name in kind]))
+    return [name for kind in about.values() for name in kind]
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if "--load" in sys.argv:
-        load(Path(sys.argv[1]))
-        sys.exit()
-    for name, config in json.load(sys.stdin).items():
-        write(config, Path(sys.argv[1]) / name, has_logits="--no-logits" not in sys.argv)
+    for line in sys.stdin:
+        task = json.loads(line)
+        missed = load(Path(task["load"])) if "load" in task else []
+        for name, config in task.get("configs", {}).items():
+            write(config, Path(task["root"]) / name, has_logits=task["logits"])
+        print(json.dumps(missed), flush=True)

@@ -19,7 +19,8 @@ TORCH_PYTHON = Path(__file__).parents[2] / ".venv-torch" / "bin" / "python"
 def find_python() -> str | None:
     for python in (os.environ.get("OSTRAKA_HF_PYTHON"), str(TORCH_PYTHON)):
         if python is not None and Path(python).exists():
-            command = [python, "-c", "import torch, transformers"]
+            code = "import importlib.util as u; assert u.find_spec('torch')"
+            command = [python, "-c", f"{code} and u.find_spec('transformers')"]
             if subprocess.run(command, capture_output=True, check=False).returncode == 0:
                 return python
     return None
@@ -39,15 +40,26 @@ def transformers_python() -> str:
 PROGRAM = Path(__file__).parent / "hf_logits.py"
 
 
-def write_models(root: Path, configs: dict[str, Any], *options: str) -> Path:
-    """Have `save_pretrained` write directories, and logits unless an option says no."""
-    subprocess.run(
-        [transformers_python(), PROGRAM, root, *options],
-        input=json.dumps(configs),
-        text=True,
-        check=True,
-        capture_output=True,
+@cache
+def _program() -> subprocess.Popen[str]:
+    """Importing transformers takes seconds, so it is done once. It ends with its stdin."""
+    return subprocess.Popen(
+        [transformers_python(), PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+
+
+def _ask(task: dict[str, Any]) -> Any:
+    program = _program()
+    assert program.stdin is not None
+    assert program.stdout is not None
+    program.stdin.write(json.dumps(task) + "\n")
+    program.stdin.flush()
+    return json.loads(program.stdout.readline())
+
+
+def write_models(root: Path, configs: dict[str, Any], *, logits: bool = True) -> Path:
+    """Have `save_pretrained` write directories."""
+    assert _ask({"root": str(root), "configs": configs, "logits": logits}) == []
     return root
 
 
@@ -56,13 +68,7 @@ def assert_transformers_loads(directory: Path, as_in: Path) -> None:
     for name in ("config.json", "tokens.npy"):
         if not (directory / name).exists():
             (directory / name).write_bytes((as_in / name).read_bytes())
-    done = subprocess.run(
-        [transformers_python(), PROGRAM, directory, "--load"],
-        text=True,
-        check=True,
-        capture_output=True,
-    )
-    assert json.loads(done.stdout) == []
+    assert _ask({"load": str(directory)}) == []
     np.testing.assert_array_equal(np.load(directory / "logits.npy"), np.load(as_in / "logits.npy"))
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from figures import Figures
 from mounts import mounted
 from orbax_cases import ocp, quiet
 from ostraka.errors import Busy, OstrakaError
+from ostraka.testing import run_processes
 from replacing import TARGETS
 
 
@@ -46,7 +48,7 @@ def check(path: Path, to: str, wanted: dict[str, Any], *, alone: bool = True) ->
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name], array)
-    left = [name for name in os.listdir(path.parent) if name not in ("a", path.name)]
+    left = [name for name in os.listdir(path.parent) if name not in ("a", "began", path.name)]
     assert not alone or left == []
 
 
@@ -60,53 +62,56 @@ SIZES = {
     "convert.work._LEAST_RUN_BYTES": 64,
 }
 """As if arrays were large."""
-PROGRAM = """
-import os, signal, sys
-from importlib import import_module
-from ostraka.transfer.convert import convert
-for name, size in {sizes}.items():
-    module, _, name = name.rpartition(".")
-    setattr(import_module("ostraka.transfer." + module), name, size)
-source, target, to, kill_at, transposed = sys.argv[1:]
-def name(path, shape):
-    return {{"path": path, "transpose": True}}
-signal.signal(signal.SIGINT, signal.default_int_handler)  # else as whoever started it has it
-sent = []
-def tell(done, total):
-    # Half of it is writing, the other half reading back. Once: a second Ctrl-C does not wait for
-    # threads any more, and TensorStore aborts a program that ends while one is in a call of it.
-    if 100 * done >= int(kill_at) * total and not sent:
-        sent.append(True)
-        os.kill(os.getpid(), signal.{signal})
-try:
-    convert(source, target, to=to, names=name if transposed == "yes" else None, on_bytes=tell)
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
-
-
 NEVER = 1000
+"""In hundredths."""
+
+
+def turn(path: str, shape: Any) -> Any:
+    return {"path": path, "transpose": True}
+
+
+def convert_until(
+    source: Path, target: Path, to: Any, at: int, how: signal.Signals, transposed: bool
+) -> None:
+    """In a process of its own: send it a signal when so many hundredths are done."""
+    for name, size in SIZES.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(import_module(f"ostraka.transfer.{module}"), attribute, size)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sent: list[bool] = []
+
+    def tell(done: int, total: int) -> None:
+        # Half of it is writing, the other half reading back. Once: a second Ctrl-C does not wait
+        # for threads any more, and TensorStore aborts a program that ends while one calls it.
+        if 100 * done >= at * total and not sent:
+            sent.append(True)
+            os.kill(os.getpid(), how)
+
+    (source.parent / "began").touch()
+    try:
+        ostraka.convert(source, target, to=to, names=turn if transposed else None, on_bytes=tell)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def kill(
-    source: Path, target: Path, to: str, at: int, how: str = "SIGKILL", *, transposed: bool = False
+    source: Path,
+    target: Path,
+    to: str,
+    at: int,
+    how: signal.Signals = signal.SIGKILL,
+    *,
+    transposed: bool = False,
 ) -> None:
-    """Convert in a process that dies when so many hundredths are done."""
-    program = PROGRAM.format(sizes=SIZES, signal=how)
-    arguments = [str(source), str(target), to, str(at), "yes" if transposed else "no"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == (130 if how == "SIGINT" else -signal.SIGKILL), done.stderr
+    arguments = (source, target, to, at, how, transposed)
+    (done,) = run_processes(convert_until, *arguments, processes=1, check=False)
+    assert done.exit_code == (130 if how == signal.SIGINT else -signal.SIGKILL), done
     assert not target.exists() or not (target / "_METADATA").exists()
+    (source.parent / "began").unlink()
 
 
 def finish(source: Path, target: Path, to: Any, *, transposed: bool = False) -> int:
     """Convert here, with the same sizes. Returns how many bytes were kept."""
-
-    def turn(path: str, shape: Any) -> Any:
-        return {"path": path, "transpose": True}
-
     with pytest.MonkeyPatch.context() as patched:
         for name, size in SIZES.items():
             patched.setattr(f"ostraka.transfer.{name}", size)
@@ -135,7 +140,7 @@ def test_an_interrupt(tmp_path: Path, to: Any):
     wanted = tree(8)
     ostraka.save(tmp_path / "a", wanted)
     target = tmp_path / TARGETS[to]
-    kill(tmp_path / "a", target, to, 10, "SIGINT")
+    kill(tmp_path / "a", target, to, 10, signal.SIGINT)
     ostraka.convert(tmp_path / "a", target, to=to)
     check(target, to, wanted)
 
@@ -147,21 +152,25 @@ def test_killed_at_random(tmp_path: Path, to: str, figures: Figures):
     wanted = tree()
     ostraka.save(tmp_path / "a", wanted, max_file_bytes="1MB")
     target = tmp_path / TARGETS[to]
-    program = PROGRAM.format(sizes=SIZES, signal="SIGKILL")
-    program = program.replace("sent = []", "sent = print('ready', flush=True) or []", 1)
-    told_to = [str(tmp_path / "a"), str(target), to, str(NEVER), "no"]
-    arguments = [sys.executable, "-c", program, *told_to]
+    began = tmp_path / "began"
     rng = random.Random(to)
     kills = 0
-    for _ in range(12):
-        child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert child.stdout is not None
-        child.stdout.readline()
+
+    def kill_soon(children: list[subprocess.Popen[bytes]]) -> None:
+        while not began.exists():
+            time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.6))
-        child.kill()
-        _, told = child.communicate()
-        assert child.returncode in (0, -signal.SIGKILL, 2) or b"PathInTheWay" in told, told
-        kills += child.returncode == -signal.SIGKILL
+        children[0].kill()
+
+    for _ in range(12):
+        began.unlink(missing_ok=True)
+        arguments = (tmp_path / "a", target, to, NEVER, signal.SIGKILL, False)
+        (done,) = run_processes(
+            convert_until, *arguments, processes=1, check=False, on_start=kill_soon
+        )
+        is_killed = done.exit_code == -signal.SIGKILL
+        assert is_killed or done.exit_code == 0 or "PathInTheWay" in (done.error or ""), done
+        kills += is_killed
         if target.exists() and (to != "ostraka" or (target / "_METADATA").exists()):
             check(target, to, wanted, alone=False)
             if rng.random() < 0.5:
