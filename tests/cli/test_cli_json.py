@@ -86,19 +86,23 @@ KEYS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 }
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("json") / "runs"
     for step in (1, 2):
-        ostraka.save(tmp_path / "runs" / str(step), {"w": np.full(4, float(step))})
-    with ostraka.Manager(tmp_path / "runs", every=10, audit_every=1) as manager:
+        ostraka.save(path / str(step), {"w": np.full(4, float(step))})
+    with ostraka.Manager(path, every=10, audit_every=1) as manager:
         manager.save(3, {"w": np.zeros(4)})
-    return tmp_path / "runs"
+    return path
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_the_keys_of_each_command(runs: Path, name: str):
+def test_the_keys_of_each_command(
+    runs: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ostraka.cli._doctor._DEVICES", "print('[1, {}]')")  # needs no JAX
     words, keys = KEYS[name]
-    given = [word.format(runs=runs, new=runs.parent / "new") for word in words]
+    given = [word.format(runs=runs, new=tmp_path / "new") for word in words]
     result = run(*given, "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     document = json.loads(result.stdout)

@@ -218,7 +218,7 @@ def assert_same(found: Any, expected: Any, index: Any) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=80)
 @pytest.mark.parametrize("name", NAMES)
 def test_lazy_indexing_is_that_of_numpy(lazy: Any, name: str, data: st.DataObject):
     values, checkpoint = lazy

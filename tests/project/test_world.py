@@ -25,9 +25,8 @@ from world.runner import Row  # noqa: E402
 from world.table import BEGIN, END, failure_lines, markdown_table, put_between_marks  # noqa: E402
 
 FEW = {
-    "flax_nnx": ["flax: nnx.WeightNorm", "flax: nnx.ModelAndOptimizer*"],
+    "flax_nnx": ["flax: nnx.ModelAndOptimizer*"],
     "flax_linen": ["flax: Linen TrainState"],
-    "optax_nnx": ["optax: multi_transform, bools in *"],
     "data_iterators": ["grain: Dataset*"] if find_spec("grain") else [],
 }
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import ostraka
-from browser import click, complaints, open_browser, open_page
+from browser import click, complaints, open_page
 from browser import wait_until as wait_in_page
 from cli_runs import PROGRAM, run
 from ostraka.report.board import Board
@@ -42,12 +42,6 @@ with Manager(sys.argv[1], every=1, keep=4) as manager:
         manager.wait()
         print("saved", flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as browser:
-        yield browser
 
 
 @contextmanager

@@ -3,10 +3,8 @@
 import gzip
 import json
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from browser import (
     complaints,
     hover,
     is_wider_than_screen,
-    open_browser,
     open_page,
     type_text,
     wait_until,
@@ -46,12 +43,6 @@ from ostraka.report.schema import CheckpointDocument
 
 MOST_PAGE_BYTES = 5 << 20
 QUERY = "model/blocks/0/query/kernel"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with open_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -310,19 +301,6 @@ def test_values_are_read_only_if_they_are_few_or_wanted(transformer: Path):
         "command": f"ostraka report {transformer} --values",
     }
     assert all(details["values"] is None for details in found["details"].values())
-
-
-def test_a_page_needs_no_jax(transformer: Path, tmp_path: Path):
-    program = (
-        "import sys\n"
-        "from ostraka.report.checkpoint import describe_checkpoint\n"
-        "from ostraka.report.page import render\n"
-        f"found = describe_checkpoint({str(transformer)!r}, verified=True)\n"
-        "render({'title': '', 'at': 0.0, 'documents': [found], 'live': None})\n"
-        "assert found['integrity']['state'] == 'verified'\n"
-        "assert not {'jax', 'jaxlib', 'flax'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_command_writes_the_page_and_prints_the_document(transformer: Path, tmp_path: Path):

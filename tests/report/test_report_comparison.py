@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from browser import (
     complaints,
     hover,
     is_wider_than_screen,
-    open_browser,
     open_page,
     type_text,
     wait_until,
 )
-from cli_runs import run_without
 from finetuned import EXPLODING, FROZEN, NAN, finetune
 from ostraka.cli import main
 from ostraka.report import comparison
@@ -43,12 +40,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A healthy fine-tuning, and one with faults."""
     root = tmp_path_factory.mktemp("runs")
     return {name: finetune(root / name, faults=name == "faulty") for name in ("healthy", "faulty")}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with open_browser() as found:
-        yield found
 
 
 def paths_of(found: ComparisonDocument) -> list[str]:
@@ -290,10 +281,6 @@ def test_report_prints_what_diff_prints(runs: dict[str, Path]):
         if one["elements"] is not None:
             assert equal[one["path"]] == one["elements"]["count"] - one["elements"]["changed"]
             assert shape[one["path"]] == (" × ".join(map(str, one["a"]["shape"])) or "()")
-
-
-def test_no_jax(runs: dict[str, Path]):
-    run_without({"jax", "flax"}, "report", "--compare", runs["faulty"], "--json")
 
 
 def test_report_writes_a_page(runs: dict[str, Path], tmp_path: Path):

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -11,19 +11,13 @@ import numpy as np
 import pytest
 
 import ostraka
-from browser import complaints, open_browser, open_page
+from browser import complaints, open_page
 from cli_runs import run
 from ostraka.report import schema
 from runs import damage
 
 RATES = ("--write-bandwidth", "3GB/s", "--read-bandwidth", "5GB/s", "--device-bandwidth", "30GB/s")
 PLAN = ("plan", "gpt2", "--mesh", "data=8", "--optimizer", "adamw", *RATES, "--mtbf", "4h")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with open_browser() as found:
-        yield found
 
 
 def tree(step: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from browser import (
     complaints,
     hover,
     is_wider_than_screen,
-    open_browser,
     open_page,
     wait_until,
 )
@@ -39,12 +37,6 @@ def data_of(file: Path) -> dict[str, Any]:
     found = re.search(r'id="data">(.*?)</script>', file.read_text("utf-8"), re.DOTALL)
     assert found is not None
     return json.loads(found[1])["documents"][0]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with open_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import ostraka
-from browser import WIDTHS_PX, complaints, hover, is_wider_than_screen, open_browser, open_page
+from browser import WIDTHS_PX, complaints, hover, is_wider_than_screen, open_page
 from browser import wait_until as wait_in_page
-from cli_runs import run, run_without
+from cli_runs import run
 from ostraka import Best, Manager
 from ostraka.cli._output import human_size
 from ostraka.errors import CheckpointNotFound
@@ -60,12 +60,6 @@ def fifty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(next((root / f"step_{DAMAGED:08d}").glob("shards-*")))
     ostraka.annotate(f"{root}/{EVALUATED}", metrics={"accuracy": 0.5})
     return root
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as browser:
-        yield browser
 
 
 def printed(*arguments: object) -> Any:
@@ -142,12 +136,6 @@ def test_what_is_a_run(tmp_path: Path):
         describe_run(tmp_path / "one")
     with pytest.raises(CheckpointNotFound, match="there is no directory"):
         describe_run(tmp_path / "nothing")
-
-
-def test_no_jax(fifty: Path):
-    modules = {"jax", "ostraka.manager._manager", "ostraka.saving.save"}
-    run_without(modules, "top", fifty, "--once")
-    run_without(modules, "report", fifty, "--json")
 
 
 # What goes next
