@@ -123,5 +123,7 @@ def test_every_command_with_json_is_here():
 
 
 def test_the_file_of_a_plan_has_the_schema_too(runs: Path, tmp_path: Path):
-    assert run("plan", runs / "1", "-o", tmp_path / "plan.json").exit_code == 0
-    assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 1
+    result = run("plan", runs / "1", "-o", tmp_path / "plan.json")
+    assert "what is written" in result.stdout
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert (document["schema"], document["source"]) == (1, str(runs / "1"))
