@@ -86,7 +86,7 @@ def restore_and_jit(folder: str) -> int:
 
 def jit_all(tree: Any) -> int:
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    numbers = [jax.dtypes.issubdtype(array.dtype, jax.numpy.number) for array in arrays]
+    numbers = [jax.numpy.issubdtype(array.dtype, jax.numpy.number) for array in arrays]
 
     @jax.jit
     def same_and_sum(arrays: list[Any]) -> Any:
