@@ -76,8 +76,6 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 _LONG_IN_BUCKETS = {
     "test_async",
     "test_async_processes",
-    "test_cli_compare",
-    "test_cli_diff",
     "test_errors",
     "test_failures",
     "test_kill",

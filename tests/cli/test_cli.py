@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -16,7 +14,17 @@ import numpy as np
 import pytest
 
 import ostraka
-from cli_runs import PROGRAM, flip, run, run_on_terminal, run_without, save_model
+from cli_runs import (
+    PROGRAM,
+    as_json,
+    assert_fails,
+    closed,
+    flip,
+    run,
+    run_on_terminal,
+    run_without,
+    save_model,
+)
 from ostraka import integrity
 from ostraka.cli import main
 
@@ -28,37 +36,23 @@ COMMANDS = (
 )
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "checkpoint")
-
-
 # verify
 
 
-def test_verify_says_intact_in_one_line(checkpoint: Path):
-    result = run("verify", checkpoint)
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"{checkpoint}: intact (3 ")
+def test_verify(model: Path, checkpoint: Path):
+    result = run("verify", model)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{model}: intact (3 ")
     assert result.stdout.count("\n") == 1
-    assert result.stderr == ""
-
-
-def test_verify_lists_damage_and_ends_with_1(checkpoint: Path):
+    intact = as_json("verify", model)
+    assert (intact["ok"], intact["leaves"], intact["problems"]) == (True, 3, [])
     shard = flip(checkpoint)
     result = run("verify", checkpoint)
     assert result.exit_code == 1
-    first, *problems = result.stdout.splitlines()
+    first, problem = result.stdout.splitlines()
     assert first.startswith(f"{checkpoint}: 1 problem")
-    assert len(problems) == 1
-    assert shard.name in problems[0]
-    assert "(leaf 'kernel'" in problems[0]
-
-
-def test_verify_as_json(checkpoint: Path):
-    intact = json.loads(run("verify", checkpoint, "--json").stdout)
-    assert (intact["ok"], intact["leaves"], intact["problems"]) == (True, 3, [])
-    shard = flip(checkpoint)
+    assert shard.name in problem
+    assert "(leaf 'kernel'" in problem
     result = run("verify", checkpoint, "--json")
     assert result.exit_code == 1
     damaged = json.loads(result.stdout)
@@ -67,55 +61,43 @@ def test_verify_as_json(checkpoint: Path):
     assert problem["file"].endswith(shard.name)
     assert "kernel" in problem["leaves"]
     assert "not as they were written" in problem["found"]
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_damaged_metadata_is_a_result_of_verify(checkpoint: Path, as_json: bool):
-    metadata = checkpoint / "_METADATA"
-    metadata.write_bytes(metadata.read_bytes().replace(b'"kernel"', b'"kernal"'))
-    result = run("verify", checkpoint, *["--json"] * as_json)
-    assert result.exit_code == 1
-    if as_json:
-        assert json.loads(result.stdout)["problems"][0]["file"] == "_METADATA"
-    else:
-        assert result.stdout.splitlines() == [
-            f"{checkpoint}: 1 problem: _METADATA",
-            "  _METADATA: its digest is not the one that was written",
-        ]
-
-
-def test_verify_of_several(checkpoint: Path, tmp_path: Path):
-    other = save_model(tmp_path / "other")
-    flip(other)
-    result = run("verify", checkpoint, other)
+    result = run("verify", model, checkpoint)
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert lines[0].startswith(f"{checkpoint}: intact")
-    assert lines[1].startswith(f"{other}: 1 problem")
+    assert lines[0].startswith(f"{model}: intact")
+    assert lines[1].startswith(f"{checkpoint}: 1 problem")
     assert lines[-1] == "2 checkpoints, 1 of them damaged"
-    document = json.loads(run("verify", checkpoint, other, "--json").stdout)
-    assert document["ok"] is False
-    assert [one["ok"] for one in document["checkpoints"]] == [True, False]
+    both = as_json("verify", model, checkpoint)
+    assert (both["ok"], [one["ok"] for one in both["checkpoints"]]) == (False, [True, False])
 
 
-def test_verify_tells_of_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_damaged_metadata_is_a_result_of_verify(checkpoint: Path):
+    metadata = checkpoint / "_METADATA"
+    metadata.write_bytes(metadata.read_bytes().replace(b'"kernel"', b'"kernal"'))
+    result = run("verify", checkpoint)
+    assert (result.exit_code, result.stdout.splitlines()) == (
+        1,
+        [
+            f"{checkpoint}: 1 problem: _METADATA",
+            "  _METADATA: its digest is not the one that was written",
+        ],
+    )
+    result = run("verify", checkpoint, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["problems"][0]["file"] == "_METADATA"
+
+
+def test_a_file_is_verified_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It tells of its progress, and of problems in order and once."""
     monkeypatch.setattr("ostraka.integrity._verify._TASK_BYTES", 1 << 20)
     monkeypatch.setattr("ostraka.layout.shard_file.BLOCK_BYTES", 1 << 18)
     monkeypatch.setattr("ostraka.layout.shard_file.GATHER_BYTES", 1 << 18)
-    ostraka.save(tmp_path / "c", {"x": np.zeros((64, 1 << 16), np.uint8)})
+    ostraka.save(tmp_path / "c", {"x": jnp.zeros((64, 1 << 16), jnp.uint8)})
     seen: list[tuple[int, int]] = []
     report = integrity.verify(tmp_path / "c", on_bytes=lambda *bytes_: seen.append(bytes_))
     assert len(seen) >= 4
     assert seen == sorted(seen)
     assert seen[-1] == (report.bytes_read, report.bytes_read)
-
-
-def test_problems_of_a_file_in_several_parts_are_told_in_order_and_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("ostraka.integrity._verify._TASK_BYTES", 1 << 20)
-    monkeypatch.setattr("ostraka.layout.shard_file.BLOCK_BYTES", 1 << 18)
-    ostraka.save(tmp_path / "c", {"x": jnp.zeros((64, 1 << 16), jnp.uint8)})
     shard = min((tmp_path / "c").glob("shards-*/*.safetensors"))
     data = bytearray(shard.read_bytes())
     for offset in (1 << 19, 3 << 20, 100):
@@ -135,8 +117,7 @@ def test_problems_of_a_file_in_several_parts_are_told_in_order_and_once(
 def test_show_of_damaged_metadata_ends_with_1(checkpoint: Path):
     (checkpoint / "_METADATA").write_bytes(b'{"format":"ostraka"')
     result = run("show", checkpoint)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "damaged" in result.stderr
+    assert_fails(result, "damaged", code=1)
     remedy = "; ostraka verify lists all damage, ostraka repair repairs what it can\n"
     assert result.stderr.endswith(remedy)
 
@@ -166,59 +147,30 @@ def test_show_of_damaged_metadata_ends_with_1(checkpoint: Path):
     ],
 )
 def test_an_error_is_one_line_on_stderr(arguments: list[str], message: str):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("ostraka: ")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert_fails(run(*arguments), message)
 
 
-AS_NOBODY = """
-import os, sys
-from contextlib import redirect_stdout, suppress
-from ostraka.cli import main
-command, path = sys.argv[1:]
-with suppress(SystemExit), redirect_stdout(open(os.devnull, "w")):
-    main([command, path])  # loads what it needs, which nobody else may be allowed to read
-os.chmod(os.path.join(path, CLOSED), 0)
-if os.geteuid() == 0:
-    os.setgroups([]), os.setgid(65534), os.setuid(65534)  # root may read everything
-main([command, path])
-"""
+def test_a_real_lack_of_permission(model: Path):
+    for command in ("show", "verify"):
+        assert run(command, model).exit_code == 0
+    for name in ("_METADATA", "."):
+        with closed(model, name) as path:
+            results = [run(command, path) for command in ("show", "verify")]
+        for result in results:
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert re.fullmatch(
+                f"ostraka: can't (read|list) {path}(/_METADATA)?: Permission denied; "
+                "look at its permissions, or ask its owner\n",
+                result.stderr,
+            )
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
-@pytest.mark.parametrize("closed", ["_METADATA", "."])
-def test_a_real_lack_of_permission(tmp_path: Path, command: str, closed: str):
-    checkpoint = save_model(tmp_path / "c")
-    for parent in checkpoint.parents:
-        if not parent.stat().st_mode & stat.S_IXOTH:
-            parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
-    result = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY.replace("CLOSED", repr(closed)), command, checkpoint],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    checkpoint.chmod(0o700)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert re.fullmatch(
-        f"ostraka: can't (read|list) {checkpoint}(/_METADATA)?: Permission denied; "
-        "look at its permissions, or ask its owner\n",
-        result.stderr,
-    )
-
-
-def test_an_error_that_nobody_thought_of_is_one_line(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_that_nobody_thought_of_is_one_line(model: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> None:
         raise RuntimeError("out of\ncheese")
 
     monkeypatch.setattr("ostraka.cli._tree.rows_of", fail)
-    result = run("show", checkpoint)
+    result = run("show", model)
     assert result.exit_code == 2
     assert result.stderr == "ostraka: RuntimeError: out of cheese; -v shows where it comes from\n"
 
@@ -234,20 +186,28 @@ def test_verbose_adds_the_traceback(arguments: list[str]):
 # Colours, bars, signals: a real process, on a real terminal where it matters
 
 
-def test_colours_are_for_terminals_only(checkpoint: Path):
-    code, shown = run_on_terminal("show", checkpoint)
+@pytest.mark.parametrize(
+    ("environment", "colours"),
+    [
+        ({"NO_COLOR": "", "FORCE_COLOR": ""}, True),
+        ({"NO_COLOR": "1"}, False),
+        ({"TERM": "dumb"}, False),
+    ],
+    ids=["terminal", "NO_COLOR", "dumb"],
+)
+def test_colours_are_for_terminals_only(model: Path, environment: dict[str, str], colours: bool):
+    code, shown = run_on_terminal("show", model, **environment)
     assert code == 0
-    assert "\x1b[" in shown
-    _, shown = run_on_terminal("show", checkpoint, NO_COLOR="1")
-    assert "\x1b[" not in shown
-    assert "\x1b[" not in run("show", checkpoint).stdout
-    assert "\x1b[" in run("show", checkpoint, FORCE_COLOR="1").stdout
+    assert "kernel" in shown
+    assert ("\x1b[" in shown) is colours
+    assert "\x1b[" not in run("show", model).stdout
+    assert "\x1b[" in run("show", model, FORCE_COLOR="1").stdout
 
 
-def test_a_bar_is_drawn_on_a_terminal_and_goes_away(checkpoint: Path):
-    code, shown = run_on_terminal("verify", checkpoint)
+def test_a_bar_is_drawn_on_a_terminal_and_goes_away(model: Path):
+    code, shown = run_on_terminal("verify", model)
     assert code == 0
-    assert f"verifying {checkpoint}"[:20] in shown
+    assert f"verifying {model}"[:20] in shown
     assert "intact" in shown.rpartition("verifying")[2]  # perhaps broken into two lines
 
 
@@ -278,8 +238,8 @@ def test_an_interrupt_ends_with_130_and_without_a_traceback(tmp_path: Path):
     assert errors.strip() == "ostraka: interrupted"
 
 
-def test_a_reader_that_goes_away_is_no_error(checkpoint: Path):
-    program = f"{sys.executable} -c '{PROGRAM}' show {checkpoint} --json | head -c 1"
+def test_a_reader_that_goes_away_is_no_error(model: Path):
+    program = f"{sys.executable} -c '{PROGRAM}' show {model} --json | head -c 1"
     result = subprocess.run(program, shell=True, capture_output=True, text=True, check=False)
     assert (result.stdout, result.stderr) == ("{", "")
 
@@ -287,50 +247,38 @@ def test_a_reader_that_goes_away_is_no_error(checkpoint: Path):
 # Help
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(command: str):
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    examples = result.stdout.partition("Examples:\n")[2]
-    assert f"ostraka {command} " in examples
-    assert "--json" in result.stdout or command in ("completion", "board")
-    assert "--verbose" in result.stdout
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_list_of_commands_has_the_first_sentence_of_each(command: str):
-    context = main.make_context("ostraka", [])
-    found = main.get_command(context, command)
-    assert found is not None
-    sentence = found.get_short_help_str(limit=200).rstrip(".")
-    assert f"\n  {command:10}  {sentence}\n" in run("--help").stdout
-
-
-def test_help_is_grouped_and_imports_no_command():
-    lines = run("--help").stdout.splitlines()
-    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert titles == ["Options:", "Inspect:", "Look:", "Change:", "Plan:", "Shell:"]
-    run_without({"numpy", "ostraka.cli._show", "ostraka.manager.steps"}, "--help")
-
-
-def test_without_arguments_it_helps():
+def test_help():
+    """An overview in groups, also without arguments. Each command has an example."""
+    overview = run("--help").stdout
     result = run()
-    assert result.exit_code == 0
-    for command in COMMANDS:
-        assert f"\n  {command} " in result.stdout
+    assert (result.exit_code, result.stdout) == (0, overview)
+    titles = re.findall(r"^\w+:$", overview, re.MULTILINE)
+    assert titles == ["Options:", "Inspect:", "Look:", "Change:", "Plan:", "Shell:"]
     for code in ("0", "1", "2", "3", "130"):
-        assert f"\n    {code}  " in result.stdout
+        assert f"\n    {code}  " in overview
+    context = main.make_context("ostraka", [])
+    assert tuple(main.list_commands(context)) == COMMANDS
+    for name in COMMANDS:
+        command = main.get_command(context, name)
+        assert command is not None
+        sentence = command.get_short_help_str(limit=200).rstrip(".")
+        assert f"\n  {name:10}  {sentence}\n" in overview
+        result = run(name, "--help")
+        assert result.exit_code == 0, name
+        assert f"ostraka {name} " in result.stdout.partition("Examples:\n")[2]
+        assert "--json" in result.stdout or name in ("completion", "board"), name
+        assert "--verbose" in result.stdout, name
 
 
 def test_version():
     assert run("--version").stdout == f"ostraka {ostraka.__version__}\n"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_script(shell: str):
-    result = run("completion", shell)
-    assert result.exit_code == 0
-    assert f"_OSTRAKA_COMPLETE={shell}_complete" in result.stdout
+def test_completion_scripts():
+    for shell in ("bash", "zsh", "fish"):
+        result = run("completion", shell)
+        assert result.exit_code == 0
+        assert f"_OSTRAKA_COMPLETE={shell}_complete" in result.stdout
 
 
 def complete(*words: object) -> list[str]:
@@ -360,66 +308,45 @@ def test_completions(tmp_path: Path):
     assert complete("plan", "gpt2", "--optimizer", "ada") == ["adam", "adamw", "adafactor"]
 
 
-@pytest.mark.parametrize(
-    ("shell", "line", "expected"),
-    [
-        ("bash", "complete -p ostraka", "_ostraka_completion ostraka"),
-        ("fish", "complete -C 'ostraka sh'", "show"),
-        ("zsh", "echo $_comps[ostraka]", "_ostraka_completion"),
-    ],
-    ids=["bash", "fish", "zsh"],
-)
-def test_a_shell_takes_its_script(tmp_path: Path, shell: str, line: str, expected: str):
-    if shutil.which(shell) is None:
-        pytest.skip(f"NOT TESTED HERE: completion in {shell}, which is not installed")
-    (tmp_path / "script").write_text(run("completion", shell).stdout)
-    before = "autoload -U compinit; compinit -u;" if shell == "zsh" else ""
-    scripts = str(Path(sys.executable).parent)
-    result = subprocess.run(
-        [shell, "-c", f"{before} source {tmp_path}/script; {line}"],
-        env={**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert expected in result.stdout, result.stderr
-
-
-def test_repair_without_another_copy_says_what_to_pass(checkpoint: Path):
-    shard = next(checkpoint.glob("shards-*/*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    result = run("repair", checkpoint)
-    assert result.exit_code == 1
-    assert "pass --from OTHER_COPY, or call ostraka.repair(path, tree) in" in result.stdout
-
-
 # What is not imported
 
 
-@pytest.mark.parametrize(
-    "command", ["show", "leaf", "verify", "repair", "diff", "ls", "rm", "gc", "root"]
-)
-def test_jax_is_not_imported(tmp_path: Path, command: str):
-    path = save_model(tmp_path / "100")
-    save_model(tmp_path / "200")
-    arguments = {
-        "show": ["show", path],
-        "leaf": ["show", path, "kernel", "--stats", "--slice", "0"],
-        "verify": ["verify", path],
-        "repair": ["repair", path, "--from", tmp_path / "200"],
-        "diff": ["diff", path, path],
-        "ls": ["ls", tmp_path, "--verify"],
-        "rm": ["rm", tmp_path, 100, "--yes"],
-        "gc": ["gc", tmp_path, "--yes"],
-        "root": ["show", tmp_path],
-    }[command]
-    run_without({"jax", "jaxlib", "flax"}, *arguments)
-
-
-def test_showing_a_tree_does_not_wait_for_numpy_or_rich(checkpoint: Path):
-    run_without({"numpy", "rich"}, "show", checkpoint)
-
-
-def test_every_command_is_here():
-    context = main.make_context("ostraka", [])
-    assert tuple(main.list_commands(context)) == COMMANDS
+def test_what_commands_do_not_import(tmp_path: Path):
+    """Nobody waits for what a command does not need."""
+    runs, made = tmp_path / "runs", tmp_path / "made"
+    step = save_model(runs / "100")
+    save_model(runs / "200")
+    made.mkdir()
+    config = {"model_type": "gpt2", "n_embd": 128, "n_layer": 1, "vocab_size": 512}
+    (made / "config.json").write_text(json.dumps(config))
+    rules = made / "rules.json"
+    rules.write_text(json.dumps({"**/kernel": [["fsdp", "tp"]], "**": None}))
+    light = "jax numpy rich"
+    reading = "jax ostraka.manager._manager ostraka.saving.save"
+    no_jax = "jax jaxlib flax"
+    plans = (
+        ("llama-3.1-8b", "--mesh", "data=8,model=4", "--onto", "data=4,model=4"),
+        ("gpt2", "--mesh", "data=8", "--compare", "--rules dp", "--compare", "--dtype bfloat16"),
+        (made / "config.json", "--mesh", "tp=4", "--rules", "tp", "--optimizer", "adafactor"),
+        (made / "config.json", "--mesh", "fsdp=4,tp=2", "--rules", rules),
+        (step, "--onto", "fsdp=2,tp=2", "--json"),
+        (step, "--mesh", "fsdp=4,tp=2", "--rules", rules),
+    )
+    run_without(
+        (f"{light} ostraka.cli._show ostraka.manager.steps", ("--help",)),
+        *((light, words) for words in [("which", runs), ("du", runs), ("show", step)]),
+        *((reading, words) for words in [("top", runs, "--once"), ("report", runs, "--json")]),
+        (no_jax, ("show", runs)),
+        (no_jax, ("show", step, "kernel", "--stats", "--slice", "0")),
+        (no_jax, ("report", step, "--verify", "-o", made / "page.html")),
+        (no_jax, ("report", "--compare", runs, "--json")),
+        (no_jax, ("verify", step)),
+        (no_jax, ("repair", step, "--from", runs / "200")),
+        (no_jax, ("diff", step, step)),
+        (no_jax, ("ls", runs, "--verify")),
+        (no_jax, ("watch", runs, "--timeout", 0)),
+        (no_jax, ("copy", step, made / "copy")),
+        *((no_jax, ("plan", *words)) for words in plans),
+        (no_jax, ("rm", runs, 100, "--yes")),
+        (no_jax, ("gc", runs, "--yes")),
+    )

@@ -1,20 +1,21 @@
 """`rm`, `gc` and `repair` ask before they change anything: `--dry-run`, `--yes`, a terminal."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ostraka
-from cli_runs import run, run_on_terminal
+from cli_runs import assert_fails, run, run_on_terminal
 
 LEFT = "shards-0123456789abcdef"
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps, of which the first has a lost shard, and what a killed save left."""
-    path = tmp_path / "runs"
+    path = tmp_path_factory.mktemp("made") / "runs"
     for step in (1, 2):
         tree = {"x": np.arange(4000), "y": np.ones(4000)}
         ostraka.save(path / str(step), tree, parity=1, max_file_bytes=8192)
@@ -22,6 +23,11 @@ def root(tmp_path: Path) -> Path:
     (path / "3" / LEFT).mkdir(parents=True)
     (path / "3" / LEFT / "shard_00000.safetensors").write_bytes(b"x" * 2048)
     return path
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "runs"))
 
 
 def files(root: Path) -> set[str]:
@@ -40,27 +46,19 @@ def words(command: str, root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_dry_run_shows_and_changes_nothing(root: Path, command: str):
+def test_a_change_is_shown_refused_or_made(root: Path, command: str):
+    """Without a terminal nobody can be asked."""
     before = files(root)
+    asked, shown = (text.format(root=root) for text in CASES[command][1:])
     result = run(*words(command, root), "--dry-run")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert CASES[command][2].format(root=root) in result.stdout
+    assert shown in result.stdout
     assert files(root) == before
-
-
-@pytest.mark.parametrize("command", CASES)
-def test_without_a_terminal_it_refuses(root: Path, command: str):
-    before = files(root)
-    result = run(*words(command, root))
-    assert (result.exit_code, result.stdout) == (2, "")
-    would = f"would {CASES[command][1].format(root=root)}, but nobody can be asked here; "
-    assert f"{would}--yes does it, --dry-run shows it" in result.stderr
+    would = f"would {asked}, but nobody can be asked here; --yes does it, --dry-run shows it"
+    assert_fails(run(*words(command, root)), would)
+    both = run(*words(command, root), "--yes", "--dry-run")
+    assert_fails(both, "--dry-run and --yes contradict each other; give one")
     assert files(root) == before
-
-
-@pytest.mark.parametrize("command", CASES)
-def test_yes_does_it(root: Path, command: str):
-    before = files(root)
     result = run(*words(command, root), "--yes")
     assert (result.exit_code, result.stderr) == (0, "")
     assert files(root) != before
@@ -80,13 +78,6 @@ def test_on_a_terminal_it_asks(root: Path, command: str, text: str):
     assert ("nothing was " in shown.splitlines()[-1]) is (text == "n\n")
 
 
-@pytest.mark.parametrize("command", CASES)
-def test_both_options_contradict_each_other(root: Path, command: str):
-    result = run(*words(command, root), "--yes", "--dry-run")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "--dry-run and --yes contradict each other; give one" in result.stderr
-
-
 def test_nothing_is_asked_if_there_is_nothing_to_do(root: Path):
     assert "nothing to repair" in run("repair", root / "2").stdout
     assert run("gc", root, "--yes").exit_code == 0
@@ -100,11 +91,8 @@ def test_merge_refuses_to_overwrite(tmp_path: Path):
     for name, value in (("a", 1.0), ("b", 3.0), ("target", 7.0)):
         ostraka.save(tmp_path / name, {"w": np.full(4, value)})
     arguments = ["merge", tmp_path / "a", tmp_path / "b", tmp_path / "target"]
-    result = run(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"{tmp_path / 'target'} exists already; merge to another path, or give --overwrite" in (
-        result.stderr
-    )
+    said = f"{tmp_path / 'target'} exists already; merge to another path, or give --overwrite"
+    assert_fails(run(*arguments), said)
     assert np.asarray(ostraka.open(tmp_path / "target")["w"])[0] == 7.0
     assert run(*arguments, "--overwrite").exit_code == 0
     assert np.asarray(ostraka.open(tmp_path / "target")["w"])[0] == 2.0

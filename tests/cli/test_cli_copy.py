@@ -1,20 +1,13 @@
 """`ostraka copy`."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ostraka
-from cli_runs import flip, run, run_without, save_model
+from cli_runs import as_json, assert_fails, flip, run, run_on_terminal
 from ostraka import Manager
-from test_cli import run_on_terminal
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "checkpoint")
 
 
 @pytest.fixture
@@ -26,26 +19,26 @@ def root(tmp_path: Path) -> Path:
     return path
 
 
-def test_copy(checkpoint: Path, tmp_path: Path):
-    result = run("copy", checkpoint, tmp_path / "there")
+def test_copy(model: Path, tmp_path: Path):
+    result = run("copy", model, tmp_path / "there")
     assert result.exit_code == 0
-    assert result.stdout.startswith(f"{checkpoint} to {tmp_path / 'there'}: 1 checkpoint, ")
+    assert result.stdout.startswith(f"{model} to {tmp_path / 'there'}: 1 checkpoint, ")
     assert "already" not in result.stdout
     assert ostraka.verify(tmp_path / "there").ok
-    again = run("copy", checkpoint, tmp_path / "there")
+    again = run("copy", model, tmp_path / "there")
     assert again.exit_code == 0
     assert ": 0 checkpoints, 0 B; already there: 1 checkpoint, " in again.stdout
 
 
 def test_copy_as_json(root: Path, tmp_path: Path):
-    document = json.loads(run("copy", root, tmp_path / "there", "--json").stdout)
+    document = as_json("copy", root, tmp_path / "there")
     assert document["source"] == str(root)
     assert document["target"] == str(tmp_path / "there")
     assert (document["copied"], document["skipped"]) == (2, 0)
     size = sum(file.stat().st_size for file in root.glob("step_*/**/*") if file.is_file())
     assert (document["bytes_copied"], document["bytes_skipped"]) == (size, 0)
     assert document["duration_s"] > 0
-    again = json.loads(run("copy", root, tmp_path / "there", "--json").stdout)
+    again = as_json("copy", root, tmp_path / "there")
     assert (again["copied"], again["skipped"], again["bytes_skipped"]) == (0, 2, size)
 
 
@@ -58,31 +51,22 @@ def test_copy_of_a_step_to_a_bucket_and_back(root: Path, bucket: str, tmp_path: 
 def test_copy_of_what_is_damaged(root: Path, tmp_path: Path):
     flip(root / "step_00000100")
     result = run("copy", root, tmp_path / "there")
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert f"ostraka: checkpoint {root} is damaged: step_00000100/shards-" in result.stderr
+    assert_fails(result, f"checkpoint {root} is damaged: step_00000100/shards-", code=1)
     assert Manager(tmp_path / "there", read_only=True).steps() == [200]
 
 
-def test_copy_that_can_not_be(checkpoint: Path, root: Path, tmp_path: Path):
+def test_copy_that_can_not_be(model: Path, root: Path, tmp_path: Path):
     for arguments, message in (
         ((tmp_path / "nothing", tmp_path / "there"), "there is no checkpoint at"),
-        ((checkpoint, root), "is a directory of steps"),
-        ((checkpoint, checkpoint), "can't be copied onto itself"),
-        ((checkpoint,), "Missing argument 'DST'"),
+        ((model, root), "is a directory of steps"),
+        ((model, model), "can't be copied onto itself"),
+        ((model,), "Missing argument 'DST'"),
     ):
-        result = run("copy", *arguments)
-        assert result.exit_code == 2
-        assert message in result.stderr
-        assert len(result.stderr.splitlines()) == 1
+        assert_fails(run("copy", *arguments), message)
 
 
-def test_copy_needs_no_jax(checkpoint: Path, tmp_path: Path):
-    run_without({"jax", "flax"}, "copy", checkpoint, tmp_path / "there")
-
-
-def test_copy_draws_a_bar_on_a_terminal(checkpoint: Path, tmp_path: Path):
-    code, shown = run_on_terminal("copy", checkpoint, tmp_path / "there")
+def test_copy_draws_a_bar_on_a_terminal(model: Path, tmp_path: Path):
+    code, shown = run_on_terminal("copy", model, tmp_path / "there")
     assert code == 0
-    assert f"copying {checkpoint}"[:20] in shown
+    assert f"copying {model}"[:20] in shown
     assert "1 checkpoint" in shown

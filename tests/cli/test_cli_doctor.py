@@ -23,11 +23,22 @@ def checks_of(*arguments: object, **environment: str | None) -> dict[str, dict[s
     return {check["name"]: check for check in document["checks"]}
 
 
+@pytest.fixture
+def known_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody imports JAX to look for them."""
+    monkeypatch.setattr("ostraka.cli._doctor._DEVICES", "print('[2, {\"tpu v7\": 8}]')")
+
+
+@pytest.mark.usefixtures("known_devices")
 def test_all_is_well(tmp_path: Path):
-    result = run("doctor", tmp_path)
+    result = run("doctor", tmp_path, COLUMNS="80")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.endswith("\nall is well\n")
-    assert max(map(len, run("doctor", tmp_path, COLUMNS="80").stdout.splitlines())) <= 80
+    assert "8 × tpu v7 in 2 processes" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_what_is_told_of_this_machine(tmp_path: Path):
     checks = checks_of(tmp_path)
     assert checks["python"]["found"].startswith(platform.python_version())
     assert checks["ostraka"]["found"].startswith(ostraka.__version__)
@@ -47,6 +58,7 @@ def test_a_path_that_does_not_exist_yet(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.usefixtures("known_devices")
 def test_a_file_is_no_directory(tmp_path: Path):
     (tmp_path / "file").write_text("x")
     result = run("doctor", tmp_path / "file")
@@ -70,6 +82,7 @@ def test_devices_that_fail(tmp_path: Path):
     assert "no_such_platform" in checks["jax.devices()"]["found"]
 
 
+@pytest.mark.usefixtures("known_devices")
 def test_credentials_are_named_and_not_shown(tmp_path: Path):
     secret = "wJalrXUtnFEMI-K7MDENG-bPxRfiCYEXAMPLEKEY"
     given = {"AWS_ACCESS_KEY_ID": secret, "AWS_SECRET_ACCESS_KEY": secret, "HOME": str(tmp_path)}
@@ -92,6 +105,7 @@ def test_storage_of_every_kind(place: Place):
     assert open_store(str(place / "runs")).list() == []
 
 
+@pytest.mark.usefixtures("known_devices")
 def test_a_bucket_that_is_not_there(bucket: Place):
     checks = checks_of("s3://no-such-bucket-for-the-doctor/runs")
     assert checks["access"]["state"] == "fault"

@@ -1,6 +1,5 @@
 """`ostraka show` on one screen: folded blocks and subtrees, names that can be pasted."""
 
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from safetensors.numpy import save_file
 
 import ostraka
 from cli_models import save_transformer
-from cli_runs import run
+from cli_runs import as_json, run
 from ostraka.cli._fold import fold, numbered_pattern
 from ostraka.cli._tree import LeafRow
 from ostraka.common.units import human_bytes
@@ -31,8 +30,9 @@ def lines_of(*arguments: object, **environment: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("options", [(), ("--stats",)], ids=["", "stats"])
-@pytest.mark.parametrize("height", [24, 40, 60])
+@pytest.mark.parametrize(
+    ("options", "height"), [((), 24), (("--stats",), 40), ((), 60)], ids=["24", "stats", "60"]
+)
 def test_a_large_model_with_its_optimizer_fits_the_screen(
     large: tuple[Path, int], options: tuple[str, ...], height: int
 ):
@@ -51,7 +51,7 @@ def test_a_large_model_with_its_optimizer_fits_the_screen(
 def test_a_folded_block_has_its_count_its_leaves_and_its_bytes(large: tuple[Path, int]):
     path, _ = large
     (row,) = (line.split() for line in lines_of(path) if line.startswith("  blocks/"))
-    leaves = json.loads(run("show", path, "model/blocks", "--json").stdout)["leaves"]
+    leaves = as_json("show", path, "model/blocks")["leaves"]
     assert len(leaves) == 24 * 16
     size = human_bytes(sum(leaf["bytes"] for leaf in leaves)).split()
     assert row == ["blocks/0..23/", "float32,", "…", "24", "×", "16", "leaves", *size]
@@ -62,17 +62,11 @@ def test_a_folded_block_has_its_count_its_leaves_and_its_bytes(large: tuple[Path
     assert kernel[-4:] == ["24", "×", "4.0", "KiB"]
 
 
-def test_all_unfolds(large: tuple[Path, int]):
-    path, _ = large
-    paths = [line.split()[0] for line in lines_of(path, "--all") if line]
+def test_all_unfolds_and_fits_80_columns(large: tuple[Path, int]):
+    assert max(map(len, lines_of(large[0], "--stats", "--all"))) <= 80
+    paths = [line.split()[0] for line in lines_of(large[0], "--all") if line]
     assert "model/blocks/17/attention/query/kernel" in paths
     assert sum(path.startswith("model/blocks/") for path in paths) == 24 * 16
-
-
-def test_statistics_of_all_leaves_fit_80_columns(large: tuple[Path, int]):
-    lines = lines_of(large[0], "--stats", "--all")
-    assert max(map(len, lines)) <= 80
-    assert len(lines) > 24 * 16
 
 
 def test_statistics_of_a_folded_block_are_those_of_all_its_leaves(tmp_path: Path):
@@ -104,37 +98,43 @@ def folded(rows: list[LeafRow], most: int, separator: str = "/") -> list[str]:
     return [line.path for line in lines] + [f"+{len(cut)}"] * bool(cut)
 
 
-def test_only_equal_blocks_fold_together():
-    rows = [leaf(f"l/{n}/w", dtype="int8" if n in (3, 7) else "float32") for n in range(10)]
-    assert folded(rows, 5) == ["l", "l/0..2,4..6,8..9/w", "l/3,7/w"]
+FOLDED: dict[str, tuple[list[LeafRow], int, list[str]]] = {
+    "only equal blocks together": (
+        [leaf(f"l/{n}/w", dtype="int8" if n in (3, 7) else "float32") for n in range(10)],
+        5,
+        ["l", "l/0..2,4..6,8..9/w", "l/3,7/w"],
+    ),
+    "in the order of the numbers": (
+        [leaf(f"l/layer_{n:02d}/{name}") for n in sorted(range(12), key=str) for name in "ab"],
+        5,
+        ["l/layer_00..11", "l/layer_00..11/a", "l/layer_00..11/b"],
+    ),
+    "blocks in blocks": (
+        [leaf(f"l/{n}/experts/{e}/{k}") for n in range(6) for e in range(4) for k in "wb"],
+        4,
+        ["l/0..5/experts/0..3", "l/0..5/experts/0..3/w", "l/0..5/experts/0..3/b"],
+    ),
+    "blocks in blocks of other dtypes stay apart": (
+        [
+            leaf(f"l/{n}/experts/{e}", dtype="int8" if n > 2 else "float32")
+            for n in range(6)
+            for e in range(4)
+        ],
+        5,
+        ["l", "l/0..2/experts/0..3", "l/3..5/experts/0..3"],
+    ),
+    "what comes last stays closed": (
+        [leaf(f"{top}/{name}{k}") for top in ("mu", "model") for name in "abc" for k in "xy"],
+        8,
+        ["mu", "model"],
+    ),
+}
 
 
-def test_blocks_fold_in_the_order_of_their_numbers():
-    rows = [leaf(f"l/layer_{n:02d}/{name}") for n in sorted(range(12), key=str) for name in "ab"]
-    assert folded(rows, 5) == ["l/layer_00..11", "l/layer_00..11/a", "l/layer_00..11/b"]
-
-
-def test_blocks_in_blocks():
-    rows = [leaf(f"l/{n}/experts/{e}/{k}") for n in range(6) for e in range(4) for k in "wb"]
-    assert folded(rows, 4) == [
-        "l/0..5/experts/0..3",
-        "l/0..5/experts/0..3/w",
-        "l/0..5/experts/0..3/b",
-    ]
-
-
-def test_blocks_in_blocks_of_other_dtypes_stay_apart():
-    rows = [
-        leaf(f"l/{n}/experts/{e}", dtype="int8" if n > 2 else "float32")
-        for n in range(6)
-        for e in range(4)
-    ]
-    assert folded(rows, 5) == ["l", "l/0..2/experts/0..3", "l/3..5/experts/0..3"]
-
-
-def test_what_comes_last_stays_closed():
-    rows = [leaf(f"{top}/{name}{k}") for top in ("mu", "model") for name in "abc" for k in "xy"]
-    assert folded(rows, 8)[:2] == ["mu", "model"]
+@pytest.mark.parametrize("name", FOLDED)
+def test_blocks_fold(name: str):
+    rows, most, expected = FOLDED[name]
+    assert folded(rows, most)[: len(expected)] == expected
 
 
 def test_names_with_dots_are_whole():
@@ -151,9 +151,8 @@ def test_very_many_names_at_the_top_are_cut():
     assert (len(found), found[-1]) == (10, "+51")
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "expected"),
-    [
+def test_a_folded_name_is_read_back():
+    for text, path, expected in (
         ("b/0..23/w", "b/7/w", True),
         ("b/0..23/w", "b/24/w", False),
         ("b/0..23/", "b/7/w/x", True),
@@ -165,15 +164,10 @@ def test_very_many_names_at_the_top_are_cut():
         ("ln1..2", "ln2/scale", True),
         (f"b/0..{10**30}", "b/7", True),
         ("b/0..3", f"b/{'1' * 5000}", False),
-    ],
-)
-def test_a_folded_name_is_read_back(text: str, path: str, expected: bool):
-    matches = numbered_pattern(text)
-    assert matches is not None
-    assert matches(path) is expected
-
-
-def test_a_name_without_numbers_is_no_numbered_pattern():
+    ):
+        matches = numbered_pattern(text)
+        assert matches is not None
+        assert matches(path) is expected, (text, path[:20])
     assert numbered_pattern("model/**/kernel") is None
 
 

@@ -1,8 +1,6 @@
 """Statistics of leaves, against numpy on the whole array."""
 
 import tracemalloc
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,77 +9,68 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-import ostraka
 from ostraka.common.dtypes import DTYPES, is_inexact
-from ostraka.common.progress import OnBytes
-from ostraka.formats import open_source
 from ostraka.formats.source import Source
 from ostraka.report import measure
 from ostraka.report.measure import Statistics, count_not_finite, statistics_of
-from ostraka.storage import open_store
+from test_cli_compare import saved, see_progress
 
 
-def saved(path: Path, tree: Any) -> Source:
-    ostraka.save(path, tree)
-    return open_source(open_store(path))
-
-
-def look_at(path: Path, array: Any) -> Statistics:
-    return statistics_of(saved(path, {"x": array}), [0])[0]
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    ["float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "int8", "uint16", "int64"],
-)
-def test_numbers_of_every_kind(tmp_path: Path, dtype: str):
-    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+def test_numbers_of_every_kind(tmp_path: Path):
+    names = ["float16", "float32", "float64", "bfloat16", "float8_e4m3fn"]
+    names += ["int8", "uint16", "int64"]
     values = np.random.default_rng(0).normal(size=(37, 11)) * 20
-    array = (np.abs(values) if dtype.startswith("u") else values).astype(kind)
-    found = look_at(tmp_path / "c", array)
-    wide = array.astype(np.float64)
-    assert (found.count, found.nan, found.infinite) == (array.size, 0, 0)
-    assert (found.least, found.most) == (wide.min(), wide.max())
-    assert found.mean == pytest.approx(wide.mean())
-    assert found.std == pytest.approx(wide.std())
+    arrays = [
+        (np.abs(values) if name.startswith("u") else values).astype(getattr(ml_dtypes, name, name))
+        for name in names
+    ]
+    for array, found in zip(arrays, all_of(tmp_path / "c", arrays), strict=True):
+        wide = array.astype(np.float64)
+        assert (found.count, found.nan, found.infinite) == (array.size, 0, 0), array.dtype
+        assert (found.least, found.most) == (wide.min(), wide.max()), array.dtype
+        assert found.mean == pytest.approx(wide.mean())
+        assert found.std == pytest.approx(wide.std())
 
 
-def test_numbers_of_less_than_a_byte(tmp_path: Path):
-    found = look_at(tmp_path / "c", jnp.arange(-8, 8, dtype=jnp.int4).reshape(2, 8))
-    assert (found.least, found.most, found.mean) == (-8, 7, -0.5)
+def all_of(path: Path, arrays: list[Any]) -> list[Statistics]:
+    """The statistics of each of them."""
+    found = statistics_of(saved(path, arrays), range(len(arrays)))
+    return [found[number] for number in range(len(arrays))]
 
 
-def test_integers_stay_exact(tmp_path: Path):
-    found = look_at(tmp_path / "c", np.array([2**64 - 1, 2**63 + 1], np.uint64))
-    assert (found.least, found.most) == (2**63 + 1, 2**64 - 1)
+ODD: list[tuple[Any, dict[str, Any]]] = [
+    # Less than a byte.
+    (jnp.arange(-8, 8, dtype=jnp.int4).reshape(2, 8), {"least": -8, "most": 7, "mean": -0.5}),
+    # Integers stay exact.
+    (np.array([2**64 - 1, 2**63 + 1], np.uint64), {"least": 2**63 + 1, "most": 2**64 - 1}),
+    # NaN and infinity are counted and left out.
+    (
+        np.array([1.0, np.nan, 3.0, np.inf, -np.inf, np.nan], np.float32),
+        {"nan": 2, "infinite": 2, "finite": 2, "least": -np.inf, "most": np.inf}
+        | {"mean": 2.0, "std": 1.0},
+    ),
+    # Without a number there is nothing to say.
+    (np.zeros((0, 3), np.float32), {"least": None, "most": None, "mean": None, "std": None}),
+    (np.full(3, np.nan), {"least": None, "most": None, "mean": None, "std": None}),
+    # Of complex numbers the magnitudes count.
+    (
+        np.array([3 + 4j, 0, complex(0, float("nan"))], np.complex64),
+        {"least": 0.0, "most": 5.0, "mean": 2.5, "nan": 1},
+    ),
+    # Huge numbers do not raise.
+    (np.array([1e308, -1e308, 1e308]), {"least": -1e308, "most": 1e308}),
+]
 
 
-def test_nan_and_infinity_are_counted_and_left_out(tmp_path: Path):
-    array = np.array([1.0, np.nan, 3.0, np.inf, -np.inf, np.nan], np.float32)
-    found = look_at(tmp_path / "c", array)
-    assert (found.nan, found.infinite, found.finite) == (2, 2, 2)
-    assert (found.least, found.most) == (-np.inf, np.inf)
-    assert (found.mean, found.std) == (2.0, 1.0)
-
-
-@pytest.mark.parametrize("array", [np.zeros((0, 3), np.float32), np.full(3, np.nan)], ids=str)
-def test_without_a_number_there_is_nothing_to_say(tmp_path: Path, array: Any):
-    found = look_at(tmp_path / "c", array)
-    assert (found.least, found.most, found.mean, found.std) == (None, None, None, None)
-
-
-def test_of_complex_numbers_the_magnitudes_count(tmp_path: Path):
-    found = look_at(tmp_path / "c", np.array([3 + 4j, 0, complex(0, float("nan"))], np.complex64))
-    assert (found.least, found.most, found.mean, found.nan) == (0.0, 5.0, 2.5, 1)
-
-
-def test_huge_numbers_do_not_raise(tmp_path: Path):
-    found = look_at(tmp_path / "c", np.array([1e308, -1e308, 1e308]))
-    assert (found.least, found.most) == (-1e308, 1e308)
+def test_odd_numbers(tmp_path: Path):
+    for (array, expected), found in zip(
+        ODD, all_of(tmp_path / "c", [array for array, _ in ODD]), strict=True
+    ):
+        assert {name: getattr(found, name) for name in expected} == expected, array
 
 
 def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -95,12 +84,7 @@ def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "one": np.float64(3.5),
     }
     source = saved(tmp_path / "c", tree)
-    seen: list[tuple[int, int]] = []
-
-    @contextmanager
-    def progress(what: str, total: int) -> Generator[OnBytes]:
-        yield lambda done, total: seen.append((done, total))
-
+    seen, progress = see_progress()
     found = statistics_of(source, [0, 1, 2], progress=progress)
     assert found[0].mean == pytest.approx(values.mean(dtype=np.float64))
     assert found[0].std == pytest.approx(values.std(dtype=np.float64))
@@ -115,6 +99,7 @@ def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @given(
     st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.integers(0, 40), st.integers(0, 40)
 )
+@settings(max_examples=40)
 def test_statistics_add_like_numbers(values: list[float], one: int, other: int):
     low, high = sorted((one, other))
     parts = [values[:low], values[low:high], values[high:]]
@@ -154,31 +139,28 @@ def not_finite(source: Source, leaves: list[int]) -> dict[int, tuple[int, int]]:
     return {leaf: (counts.nan, counts.infinite) for leaf, counts in found.items()}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16", "float8_e5m2"])
-def test_what_is_not_finite_is_counted(tmp_path: Path, dtype: str):
-    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+def test_what_is_not_finite_is_counted(tmp_path: Path):
     array = np.zeros((50, 40))
     array[3, :7] = np.nan
     array[:5, 39] = -np.inf
-    source = saved(tmp_path / "c", {"x": array.astype(kind), "fine": np.ones(9, kind)})
-    assert not_finite(source, [0, 1, 0]) == {0: (7, 5), 1: (0, 0)}
+    kinds = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
+    complex_numbers = [1, complex(0, np.nan), complex(np.inf, np.nan), complex(0, -np.inf)]
+    tree = [
+        *(array.astype(kind) for kind in kinds),
+        np.ones(9, np.float32),
+        np.array(complex_numbers),
+        np.array([1, np.nan], ml_dtypes.float8_e4m3fn),  # It has no infinity.
+    ]
+    expected = [*[(7, 5)] * len(kinds), (0, 0), (2, 1), (1, 0)]
+    found = not_finite(saved(tmp_path / "c", tree), [*range(len(tree)), 0])
+    assert found == dict(enumerate(expected))
 
 
-def test_complex_numbers_that_are_not_finite(tmp_path: Path):
-    array = np.array([1, complex(0, np.nan), complex(np.inf, np.nan), complex(0, -np.inf)])
-    assert not_finite(saved(tmp_path / "c", [array]), [0]) == {0: (2, 1)}
-
-
-def test_a_float_without_infinity(tmp_path: Path):
-    array = np.array([1, np.nan], ml_dtypes.float8_e4m3fn)
-    assert not_finite(saved(tmp_path / "c", [array]), [0]) == {0: (1, 0)}
-
-
-@pytest.mark.parametrize("name", sorted(DTYPES))
-def test_which_dtypes_may_have_some(name: str):
-    kind = np.dtype(getattr(ml_dtypes, name, name))
-    counts = kind.kind in "biu" or name.startswith(("int", "uint"))
-    assert is_inexact(name) is not counts
+def test_which_dtypes_may_have_some():
+    for name in DTYPES:
+        kind = np.dtype(getattr(ml_dtypes, name, name))
+        counts = kind.kind in "biu" or name.startswith(("int", "uint"))
+        assert is_inexact(name) is not counts, name
 
 
 def test_counting_is_done_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,15 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 
 import ostraka
-from cli_runs import flip, run
+from cli_runs import as_json, assert_fails, closed, flip, run
 from ostraka import Manager
 from ostraka.storage import LocalStore, claimed
 from ostraka.testing import FaultyStore
@@ -23,15 +21,20 @@ from ostraka.testing import FaultyStore
 LEFT = "shards-0123456789abcdef"
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps, of which the first is pinned."""
-    path = tmp_path / "runs"
+    path = tmp_path_factory.mktemp("made") / "runs"
     with Manager(path, every=None, keep=None, asynchronous=False) as manager:
         for step in (100, 200, 300):
             manager.save(step, {"x": np.full(1000, step)}, metrics={"loss": 30 / step})
         manager.pin(100)
     return path
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "runs"))
 
 
 def names(root: Path) -> list[str]:
@@ -50,6 +53,7 @@ def leave_behind(directory: Path, name: str = LEFT) -> Path:
 
 
 def test_ls(root: Path):
+    leave_behind(root / "step_00000200")  # It does not mislead.
     result = run("ls", root)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
@@ -60,18 +64,19 @@ def test_ls(root: Path):
     assert {"loss=0.3", "pinned", "complete"} <= set(first)
     assert (second[0], third[0]) == ("200", "300")
     assert "pinned" not in second
+    assert result.stdout.count("complete") == 3
     assert lines[-1].startswith("3 steps, ")
-
-
-def test_ls_as_json(root: Path):
-    document = json.loads(run("ls", root, "--json").stdout)
+    document = as_json("ls", root)
     assert document["root"] == str(root)
     first = document["steps"][0]
     size = sum(path.stat().st_size for path in Path(first["path"]).glob("shards-*/*.safetensors"))
     assert first["bytes"] == size
     assert (first["step"], first["pinned"], first["verified"]) == (100, True, False)
-    assert first["metrics"] == {"loss": 0.3}
-    assert first["problems"] == []
+    assert (first["metrics"], first["problems"]) == ({"loss": 0.3}, [])
+    assert_fails(
+        run("ls", root / "step_00000100"),
+        "is a checkpoint, not a directory of steps; give the directory above",
+    )
 
 
 def test_ls_can_verify(root: Path):
@@ -82,7 +87,7 @@ def test_ls_can_verify(root: Path):
     assert result.exit_code == 1
     assert result.stdout.count(" intact") == 2
     assert result.stdout.count(" damaged: shards-") == 1
-    steps = json.loads(run("ls", root, "--verify", "--json").stdout)["steps"]
+    steps = as_json("ls", root, "--verify")["steps"]
     assert [bool(step["problems"]) for step in steps] == [False, True, False]
 
 
@@ -95,16 +100,11 @@ def test_ls_tells_of_missing_files(root: Path):
     assert result.stdout.count("complete") == 2
     (row,) = (line for line in result.stdout.splitlines() if line.startswith(" 200"))
     assert row.endswith("damaged: 1 file missing")
-    steps = json.loads(run("ls", root, "--json").stdout)["steps"]
+    steps = as_json("ls", root)["steps"]
     name = f"{shard.parent.name}/{shard.name}"
     assert [step["problems"] for step in steps] == [[], [f"{name}: it is missing"], []]
     shard.write_bytes(b"x" * (size - 1))
     assert f"damaged: {name}: " in run("ls", root, COLUMNS=None).stdout
-
-
-def test_ls_is_not_misled_by_leftovers(root: Path):
-    leave_behind(root / "step_00000200")
-    assert run("ls", root).stdout.count("complete") == 3
 
 
 def test_ls_reads_no_shard(root: Path):
@@ -121,29 +121,10 @@ def test_ls_tells_of_a_step_that_can_not_be_read(root: Path):
     assert "damaged: _METADATA: its digest is not" in result.stdout
 
 
-@pytest.fixture
-def outside(root: Path) -> Iterator[Path]:
-    """The same not below pytest's own directory, which each start of a pytest closes to others."""
-    with TemporaryDirectory() as place:
-        yield Path(shutil.copytree(root, Path(place) / "runs"))
-
-
-def test_ls_does_not_take_a_lack_of_permission_for_damage(outside: Path):
-    root = outside
+def test_ls_does_not_take_a_lack_of_permission_for_damage(root: Path):
     assert run("ls", root).exit_code == 0
-    open_to_all = 0o055
-    for directory in (root, *root.glob("step_*"), *root.parents):
-        if directory.stat().st_mode & open_to_all != open_to_all:
-            directory.chmod(directory.stat().st_mode | open_to_all)
-    (root / "step_00000200").chmod(0)
-    user = os.geteuid()
-    try:
-        if user == 0:
-            os.seteuid(65534)  # root may read everything
-        result = run("ls", root)
-    finally:
-        os.seteuid(user)
-        (root / "step_00000200").chmod(0o700)
+    with closed(root, "step_00000200") as path:
+        result = run("ls", path)
     assert (result.exit_code, result.stderr) == (2, "")
     assert "forbidden: _METADATA: PermissionError" in result.stdout
     assert "damaged" not in result.stdout
@@ -154,12 +135,6 @@ def test_ls_of_an_empty_directory(tmp_path: Path):
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}\nno steps\n")
 
 
-def test_ls_of_a_checkpoint(root: Path):
-    result = run("ls", root / "step_00000100")
-    assert result.exit_code == 2
-    assert "is a checkpoint, not a directory of steps; give the directory above" in result.stderr
-
-
 # show and verify
 
 
@@ -167,23 +142,18 @@ def test_show_of_steps_shows_the_newest(root: Path):
     shown = run("show", root)
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert shown.stdout.startswith(f"{root}/step_00000300  saved ")
-    assert json.loads(run("show", root, "--json").stdout)["path"] == f"{root}/step_00000300"
+    assert as_json("show", root)["path"] == f"{root}/step_00000300"
     assert run("show", root, "x", "--slice", "0").stdout.endswith("[0]\n300\n")
 
 
-@pytest.mark.parametrize("name", ["200", "0200", "step_200", "step_00000200"])
-def test_a_step_by_its_number(root: Path, name: str):
-    step = f"{root}/step_00000200"
-    assert run("show", root / name).stdout.startswith(f"{step}  saved ")
-    assert run("verify", root / name).stdout.startswith(f"{step}: intact")
-    document = json.loads(run("verify", root / name, "--json").stdout)
-    assert (document["path"], document["ok"]) == (step, True)
-
-
-def test_a_step_that_is_not_there(root: Path):
-    result = run("show", root / "250")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"the steps in {root} are 100, 200, 300" in result.stderr
+def test_a_step_by_its_number(made: Path):
+    step = f"{made}/step_00000200"
+    for name in ("200", "0200", "step_200", "step_00000200"):
+        assert run("show", made / name).stdout.startswith(f"{step}  saved ")
+        assert run("verify", made / name).stdout.startswith(f"{step}: intact")
+        document = as_json("verify", made / name)
+        assert (document["path"], document["ok"]) == (step, True)
+    assert_fails(run("show", made / "250"), f"the steps in {made} are 100, 200, 300")
 
 
 def test_verify_of_steps(root: Path):
@@ -202,14 +172,14 @@ def test_verify_of_steps(root: Path):
 
 def test_verify_of_a_single_step_gives_a_list_too(tmp_path: Path):
     ostraka.save(tmp_path / "7", {"x": 1})
-    (step,) = json.loads(run("verify", tmp_path, "--json").stdout)["checkpoints"]
-    one = json.loads(run("verify", tmp_path / "7", "--json").stdout)
+    (step,) = as_json("verify", tmp_path)["checkpoints"]
+    one = as_json("verify", tmp_path / "7")
     assert one.keys() == {"schema", *step}
 
 
 def test_verify_knows_pins(root: Path):
     assert run("verify", root).stdout.count("\n") == 4
-    assert json.loads(run("verify", root / "100", "--json").stdout)["notes"] == []
+    assert as_json("verify", root / "100")["notes"] == []
     (root / "step_00000100" / "notes.txt").write_text("mine")
     assert "  note: notes.txt: a file that" in run("verify", root).stdout
 
@@ -217,30 +187,24 @@ def test_verify_knows_pins(root: Path):
 # rm
 
 
-def test_rm_only_shows_with_dry_run(root: Path):
+def test_rm(root: Path):
     before = names(root)
     result = run("rm", root, 200, "--dry-run")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"would go from {root}\n")
     assert "step_00000200" in result.stdout
     assert result.stdout.endswith("\nnothing was removed\n")
+    document = as_json("rm", root, 200, "--dry-run")
+    assert document["removed"] is False
+    assert document["steps"][0]["paths"] == [str(root / "step_00000200")]
     assert names(root) == before
-
-
-def test_rm_removes(root: Path):
     ostraka.save(root / "400", {"x": 1})
     result = run("rm", root, "step_00000200", 300, "--yes")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"removed from {root}\n")
     assert names(root) == ["400", "step_00000100"]
-
-
-def test_rm_as_json(root: Path):
-    document = json.loads(run("rm", root, 200, "--dry-run", "--json").stdout)
-    assert document["removed"] is False
-    assert document["steps"][0]["paths"] == [str(root / "step_00000200")]
-    assert json.loads(run("rm", root, 200, "--yes", "--json").stdout)["removed"] is True
-    assert "step_00000200" not in names(root)
+    assert as_json("rm", root, 100, "--yes", "--force")["removed"] is True
+    assert names(root) == ["400"]
 
 
 @pytest.mark.parametrize(
@@ -270,38 +234,27 @@ def test_rm_protects_the_newest_that_can_be_read(root: Path):
     assert names(root) == ["step_00000100", "step_00000200"]
 
 
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        ("250", "there is no step 250 in {root}; it has 100, 200, 300"),
+def test_rm_of_what_is_not_there(made: Path):
+    for step, message in (
+        ("250", f"there is no step 250 in {made}; it has 100, 200, 300"),
         ("latest", "'latest' is no step; give its number, as ostraka ls shows it"),
-    ],
-)
-def test_rm_of_what_is_not_there(root: Path, step: str, message: str):
-    result = run("rm", root, 200, step, "--yes")
-    assert result.exit_code == 2
-    assert message.format(root=root) in result.stderr
-    assert len(names(root)) == 3
+    ):
+        assert_fails(run("rm", made, 200, step, "--yes"), message)
+        assert len(names(made)) == 3
 
 
 def test_rm_leaves_a_step_alone_that_is_being_written(root: Path):
     with claimed(LocalStore(str(root / "step_00000200"))):
-        result = run("rm", root, 200, "--yes")
-    assert result.exit_code == 2
-    assert "is under way" in result.stderr
+        assert_fails(run("rm", root, 200, "--yes"), "is under way")
     assert run("verify", root / "step_00000200").exit_code == 0
 
 
 # gc
 
 
-def test_gc_finds_nothing(root: Path):
+def test_gc_only_shows_with_dry_run(root: Path):
     result = run("gc", root, "--yes")
     assert (result.exit_code, result.stdout) == (0, f"{root}: nothing was left behind\n")
-    assert run("verify", root).exit_code == 0
-
-
-def test_gc_only_shows_with_dry_run(root: Path):
     left = leave_behind(root / "step_00000400")
     result = run("gc", root, "--dry-run")
     assert result.exit_code == 0
@@ -336,14 +289,9 @@ def test_gc_removes_what_dead_saves_left_and_nothing_else(root: Path):
     assert not (mine.parent / LEFT).exists()
     assert run("verify", root).exit_code == 0
     assert run("gc", root).stdout == f"{root}: nothing was left behind\n"
-
-
-def test_gc_of_one_checkpoint(root: Path):
-    path = root / "step_00000200"
-    leave_behind(path)
-    assert run("gc", path, "--yes").exit_code == 0
-    assert not (path / LEFT).exists()
-    assert run("verify", path).exit_code == 0
+    left = leave_behind(root / "step_00000200")  # It looks at one checkpoint, too.
+    assert run("gc", left.parent, "--yes").exit_code == 0
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--yes"])
@@ -352,7 +300,7 @@ def test_gc_leaves_a_live_save_alone(root: Path, option: str):
     dead = leave_behind(root / "step_00000500")
     with claimed(LocalStore(str(live.parent))):
         result = run("gc", root, option)
-        document = json.loads(run("gc", root, "--json", option).stdout)
+        document = as_json("gc", root, option)
     assert result.exit_code == 0
     assert f"{live.parent}: a save is under way; left alone" in result.stdout
     assert document["in_use"] == [str(live.parent)]
@@ -392,7 +340,7 @@ def test_gc_after_a_save_that_was_killed(root: Path):
     for step in ("step_00000300", "step_00000400"):  # over an older one, and a new one
         killed = subprocess.run([sys.executable, "-c", program, root / step], check=False)
         assert killed.returncode == -signal.SIGKILL
-    document = json.loads(run("gc", root, "--yes", "--json").stdout)
+    document = as_json("gc", root, "--yes")
     assert [
         (Path(left["directory"]).name, left["beside_a_checkpoint"], left["bytes"] > 0)
         for left in document["leftovers"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli_runs import PROGRAM, run, run_without
+from cli_runs import PROGRAM, as_json, assert_fails, run
 from ostraka import Manager
 from ostraka.errors import StoreError
 from ostraka.manager.leases import is_lease
@@ -59,14 +59,15 @@ def watching(*arguments: object) -> Generator[subprocess.Popen[str]]:
 # What it prints
 
 
-def test_a_line_for_each_step(root: str):
-    fill(root, 1, 20)
-    result = run("watch", root, "--timeout", 0)
-    assert result.exit_code == 0
+def test_a_line_for_each_step(tmp_path: Path):
+    fill(tmp_path, 1, 20)
+    result = run("watch", tmp_path, "--timeout", 0)
+    assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [(line[0], line[-1]) for line in lines] == [("1", "loss=0.5"), ("20", "loss=10")]
-    assert result.stderr == ""
-    assert leases(root) == []
+    assert leases(tmp_path) == []
+    wrong = run("watch", tmp_path / "step_00000001")
+    assert_fails(wrong, "is a checkpoint, not a directory of steps")
 
 
 def test_json(root: str):
@@ -74,12 +75,13 @@ def test_json(root: str):
     result = run("watch", root, "--timeout", 0, "--json", "--after", 1)
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert [step["step"] for step in found] == [2, 3]
-    listed = json.loads(run("ls", root, "--json").stdout)["steps"]
+    listed = as_json("ls", root)["steps"]
     for step, as_listed in zip(found, listed[1:], strict=True):
         assert step.pop("schema") == 1
         assert step == {name: as_listed[name] for name in step}
     newest = run("watch", root, "--timeout", 0, "--json", "--newest-only").stdout
     assert [json.loads(line)["step"] for line in newest.splitlines()] == [3]
+    assert leases(root) == []
 
 
 def test_new_steps_are_printed_as_they_come(tmp_path: Path):
@@ -94,18 +96,6 @@ def test_a_root_that_is_not_there(tmp_path: Path):
     result = run("watch", tmp_path / "later", "--timeout", 0)
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"ostraka: waiting for {tmp_path / 'later'}, where nothing is yet\n"
-
-
-def test_a_checkpoint_is_no_root(tmp_path: Path):
-    fill(tmp_path, 1)
-    result = run("watch", tmp_path / "step_00000001")
-    assert result.exit_code == 2
-    assert "is a checkpoint, not a directory of steps" in result.stderr
-
-
-def test_does_without_jax(tmp_path: Path):
-    fill(tmp_path, 1)
-    run_without({"jax"}, "watch", tmp_path, "--timeout", 0)
 
 
 def test_a_root_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -140,45 +130,34 @@ def test_a_command_for_each_step(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert two[2].endswith("-backlog-9-step-2']")
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (
-            "sh -c 'exit 3'",
-            "the command for step 1 ended with status 3; --after 1 goes on after it",
-        ),
-        ("sh -c 'kill -9 $$'", "the command for step 1 ended with signal 9; --after 1 goes on"),
+def test_a_command_that_fails_ends_the_watch(tmp_path: Path):
+    fill(tmp_path, 1, 2)
+    ended = "the command for step 1 ended with"
+    for command, message in (
+        ("sh -c 'exit 3'", f"{ended} status 3; --after 1 goes on after it"),
+        ("sh -c 'kill -9 $$'", f"{ended} signal 9; --after 1 goes on"),
         ("./no-such-program {path}", "can't run ./no-such-program: No such file or directory"),
         ("'", "No closing quotation"),
         ("", "it is empty; give a command"),
-    ],
-)
-def test_a_command_that_fails_ends_the_watch(tmp_path: Path, command: str, message: str):
-    fill(tmp_path, 1, 2)
-    result = run("watch", tmp_path, "--timeout", 0, "--json", "--exec", command)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stdout.splitlines()) <= 1
-    assert leases(tmp_path) == []
+    ):
+        result = run("watch", tmp_path, "--timeout", 0, "--json", "--exec", command)
+        assert result.exit_code == 2, command
+        assert message in result.stderr
+        assert len(result.stdout.splitlines()) <= 1
+        assert leases(tmp_path) == []
 
 
 # Its end
 
 
-@pytest.mark.parametrize(
-    ("sent", "code", "said"),
-    [(signal.SIGINT, 130, "\nostraka: interrupted\n"), (signal.SIGTERM, 143, "")],
-)
-def test_a_signal_ends_it_with_its_lease(
-    tmp_path: Path, sent: signal.Signals, code: int, said: str
-):
+def test_ctrl_c_ends_it_with_its_lease(tmp_path: Path):
     fill(tmp_path, 1)
     with watching(tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline().split()[0] == "1"
-        process.send_signal(sent)
-        assert process.communicate(timeout=LONG_S) == ("", said)
-    assert process.returncode == code
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=LONG_S) == ("", "\nostraka: interrupted\n")
+    assert process.returncode == 130
     assert leases(tmp_path) == []
 
 
@@ -189,7 +168,7 @@ def test_sigterm_ends_the_command(tmp_path: Path):
         process.stdout.readline()
         command = int(process.stdout.readline())
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=LONG_S)
+        assert process.communicate(timeout=LONG_S) == ("", "")
     assert process.returncode == 143
     with pytest.raises(ProcessLookupError, match="No such process"):
         os.kill(command, 0)
@@ -247,9 +226,9 @@ def test_gc_of_leases(root: str, monkeypatch: pytest.MonkeyPatch):
     assert shown == f"{root}/{name}: the lease of a reader; --yes removes it if it has expired\n"
     alive = run("gc", root, "--yes").stdout
     assert alive == f"{root}/{name}: the lease of a reader; it is active; left alone\n"
-    assert json.loads(run("gc", root, "--json").stdout)["leases"] == [name]
+    assert as_json("gc", root)["leases"] == [name]
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)
-    document = json.loads(run("gc", root, "--yes", "--json").stdout)
+    document = as_json("gc", root, "--yes")
     assert [left["names"] for left in document["leftovers"]] == [[name]]
     assert document["leases"] == []
     assert leases(root) == []

@@ -1,6 +1,5 @@
 """Which dtypes are planned: those that optax really makes, shown, and what float32 would take."""
 
-import json
 from typing import Any
 
 import jax
@@ -10,8 +9,9 @@ import pytest
 from flax import nnx
 
 import ostraka
-from cli_runs import run
+from cli_runs import planned, run
 from ostraka import plan
+from ostraka.common.units import human_bytes
 
 LLAMA_70B = 70_553_706_496
 
@@ -25,16 +25,16 @@ def dtypes(planned: ostraka.Plan) -> dict[str, list[str]]:
 
 
 def test_what_70b_with_adamw_takes():
-    planned = plan("llama-3.1-70b", mesh={"data": 64, "model": 8}, optimizer="adamw")
-    assert dtypes(planned) == {
+    made = plan("llama-3.1-70b", mesh={"data": 64, "model": 8}, optimizer="adamw")
+    assert dtypes(made) == {
         "model": ["bfloat16"],
         "optimizer": ["int32", "uint32"],
         "optimizer mu": ["bfloat16"],
         "optimizer nu": ["bfloat16"],
     }
-    assert planned.data_bytes == 3 * 2 * LLAMA_70B + 8
-    moments = planned.data_bytes_in_float32(parameters=False)
-    everything = planned.data_bytes_in_float32(parameters=True)
+    assert made.data_bytes == 3 * 2 * LLAMA_70B + 8
+    moments = made.data_bytes_in_float32(parameters=False)
+    everything = made.data_bytes_in_float32(parameters=True)
     assert (moments, everything) == (10 * LLAMA_70B + 8, 12 * LLAMA_70B + 8)
     asked = plan(
         "llama-3.1-70b",
@@ -47,34 +47,36 @@ def test_what_70b_with_adamw_takes():
 
 
 def test_the_text_and_the_json_say_so():
-    result = run("plan", "llama-3.1-70b", "--optimizer", "adamw")
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert ["model", "131.4", "GiB", "bfloat16"] in [line[:4] for line in lines]
-    assert ["optimizer", "mu", "131.4", "GiB", "bfloat16"] in [line[:5] for line in lines]
-    assert "with float32 moments       657.1 GiB  --optimizer-dtype float32" in result.stdout
-    assert "all in float32             788.5 GiB  --dtype float32" in result.stdout
-    wide = run("plan", "llama-3.1-70b", "--optimizer", "adamw", "--optimizer-dtype", "float32")
+    small = ("llama-3.2-1b", "--optimizer", "adamw")
+    count = plan("llama-3.2-1b").parameters
+    assert count is not None
+    moments, everything = 10 * count + 8, 12 * count + 8
+    text = run("plan", *small).stdout
+    lines = [line.split() for line in text.splitlines()]
+    size = human_bytes(2 * count).split()
+    assert ["model", *size, "bfloat16"] in [line[:4] for line in lines]
+    assert ["optimizer", "mu", *size, "bfloat16"] in [line[:5] for line in lines]
+    assert f"with float32 moments{human_bytes(moments):>15}  --optimizer-dtype float32" in text
+    assert f"all in float32{human_bytes(everything):>21}  --dtype float32" in text
+    wide = run("plan", *small, "--optimizer-dtype", "float32")
     assert "with float32 moments" not in wide.stdout
     assert "all in float32" in wide.stdout
     assert "in float32" not in run("plan", "gpt2", "--optimizer", "adamw").stdout
-    result = run("plan", "llama-3.1-70b", "--optimizer", "adamw", "--json")
-    found = json.loads(result.stdout)["variants"][0]
-    size = 2 * LLAMA_70B
-    assert found["groups"]["optimizer mu"] == {"bytes": size, "dtypes": {"bfloat16": size}}
-    assert found["data_bytes_in_float32"] == {
-        "optimizer": 10 * LLAMA_70B + 8,
-        "everything": 12 * LLAMA_70B + 8,
+    found = planned(*small)
+    assert found["groups"]["optimizer mu"] == {
+        "bytes": 2 * count,
+        "dtypes": {"bfloat16": 2 * count},
     }
-    weights = json.loads(run("plan", "llama-3.1-70b", "--json").stdout)["variants"][0]
-    assert weights["data_bytes_in_float32"] is None
+    assert found["data_bytes_in_float32"] == {"optimizer": moments, "everything": everything}
+    assert planned("llama-3.2-1b")["data_bytes_in_float32"] is None
 
 
 @pytest.mark.parametrize(
     "tree", [make("bfloat16"), {"w": jax.ShapeDtypeStruct((8, 4), "bfloat16")}]
 )
 def test_an_optimizer_in_float32_beside_a_model_in_bfloat16(tree: Any):
-    planned = plan(tree, optimizer="adamw", optimizer_dtype="float32")
-    found = dtypes(planned)
+    made = plan(tree, optimizer="adamw", optimizer_dtype="float32")
+    found = dtypes(made)
     assert (found["model"], found["optimizer mu"]) == (["bfloat16"], ["float32"])
     wide = plan(tree, optimizer="adamw", optimizer_dtype="float32", dtype="float16")
     assert (dtypes(wide)["model"], dtypes(wide)["optimizer nu"]) == (["float16"], ["float32"])

@@ -4,7 +4,6 @@ What is planned for models that say themselves how they are cut is compared with
 the real ones, made on eight devices.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from cli_runs import run
+from cli_runs import assert_fails, planned, run
 from ostraka import plan
 
 HERE = Path(__file__).stem
@@ -127,9 +126,9 @@ def saved_partitions(path: Path, make: Callable[[], Any], kind: AxisType) -> dic
 def test_a_model_is_planned_as_it_is_then_saved(
     tmp_path: Path, make: Callable[[], Any], kind: AxisType
 ):
-    planned = plan(f"{HERE}:{make.__name__}", mesh=SIZES, processes=1)
+    expected = plan(f"{HERE}:{make.__name__}", mesh=SIZES, processes=1)
     found = saved_partitions(tmp_path / "c", make, kind)
-    assert partitions(planned) == found
+    assert partitions(expected) == found
     assert any(any(partition) for partition in found.values())
 
 
@@ -163,9 +162,8 @@ def test_rules_come_before_what_a_model_says():
 
 
 def test_the_mesh_of_the_command_line_is_set_too():
-    result = run("plan", f"{HERE}:make_explicit", "--mesh", "data=4,model=2", "--json")
-    assert result.exit_code == 0, result.stderr
-    lost = json.loads(result.stdout)["variants"][0]["recovery"]["lost_host"]
+    made = planned(f"{HERE}:make_explicit", "--mesh", "data=4,model=2")
+    lost = made["recovery"]["lost_host"]
     assert lost["held_bytes"] == 2 * 64 * 128 * 4 + 128 * 4
 
 
@@ -195,10 +193,7 @@ def test_the_mesh_of_the_command_line_is_set_too():
     ],
 )
 def test_functions_that_do_not_fit_the_mesh(name: str, arguments: list[str], messages: list[str]):
-    result = run("plan", f"{HERE}:{name}", *arguments)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    for message in messages:
-        assert message in result.stderr
+    assert_fails(run("plan", f"{HERE}:{name}", *arguments), *messages)
 
 
 # Files
@@ -233,9 +228,7 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["make", "Makers.make"])
 def test_a_function_in_a_file(program: Path, name: str):
-    result = run("plan", f"{program}:{name}", "--mesh", "data=8", "--json")
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["variants"][0]["parameters"] == 64 * 128 + 128
+    assert planned(f"{program}:{name}", "--mesh", "data=8")["parameters"] == 64 * 128 + 128
     assert plan(f"{program}:{name}").parameters == 64 * 128 + 128
 
 
@@ -247,6 +240,4 @@ def test_files_that_can_not_be_planned(program: Path, tmp_path: Path):
         (f"{tmp_path}/nowhere.py:make", f"there is no file {tmp_path}/nowhere.py"),
         (f"{tmp_path}/broken.py:make", "ZeroDivisionError: division by zero"),
     ):
-        result = run("plan", source)
-        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-        assert message in result.stderr
+        assert_fails(run("plan", source), message)

@@ -1,18 +1,16 @@
 """What parity costs, as planned: the same files, bytes and `_METADATA` as a save writes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from click.testing import CliRunner
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka.cli import main
+from cli_runs import planned, run
 from ostraka.planner.sources import plan_checkpoint
 from test_planner import assert_metadata_as_planned, written
 
@@ -36,17 +34,17 @@ def tree_on(devices: int = 8) -> dict[str, Any]:
     ids=str,
 )
 def test_a_save_writes_what_was_planned(tmp_path: Path, options: dict[str, Any]) -> None:
-    planned = ostraka.plan(tree_on(), **options)
+    made = ostraka.plan(tree_on(), **options)
     ostraka.save(tmp_path / "c", tree_on(), **options)
-    assert planned.files == written(tmp_path / "c")
+    assert made.files == written(tmp_path / "c")
     data = (tmp_path / "c" / "_METADATA").read_bytes()
-    assert_metadata_as_planned(planned, data)
-    assert planned.total_bytes == sum(planned.files.values()) + 2 * planned.metadata_bytes
-    assert planned.bytes_by_process == [sum(planned.files.values())]
+    assert_metadata_as_planned(made, data)
+    assert made.total_bytes == sum(made.files.values()) + 2 * made.metadata_bytes
+    assert made.bytes_by_process == [sum(made.files.values())]
     again = plan_checkpoint(tmp_path / "c")
-    assert again.files == planned.files
+    assert again.files == made.files
     assert again.total_bytes == sum(again.files.values()) + 2 * len(data)
-    assert planned.staging_bytes() > ostraka.plan(tree_on()).staging_bytes()
+    assert made.staging_bytes() > ostraka.plan(tree_on()).staging_bytes()
 
 
 def test_the_share_of_parity() -> None:
@@ -66,21 +64,14 @@ def test_the_share_of_parity() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    def run(*arguments: str) -> str:
-        result = CliRunner().invoke(main, ["plan", *arguments], catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    text = run("gpt2", "--mesh", "data=32", "--parity", "1")
+    text = run("plan", "gpt2", "--mesh", "data=32", "--parity", "1").stdout
     assert "any 1 host" in text
     assert "a host reads back" in text
-    few = run("gpt2", "--mesh", "data=8", "--parity", "2")
+    few = run("plan", "gpt2", "--mesh", "data=8", "--parity", "2").stdout
     assert "any 2 shard files" in few
     assert "too few hosts" in few
-    document = json.loads(run("gpt2", "--mesh", "data=32", "--parity", "2", "--json"))
-    parity = document["variants"][0]["parity"]
+    parity = planned("gpt2", "--mesh", "data=32", "--parity", "2")["parity"]
     assert (parity["count"], parity["covers"]) == (2, "hosts")
     ostraka.save(tmp_path / "c", tree_on(), parity=1)
-    assert "parity" in run(str(tmp_path / "c"))
-    shown = CliRunner().invoke(main, ["show", str(tmp_path / "c"), "--files"])
-    assert "parity_00000.safetensors" in shown.output
+    assert "parity" in run("plan", tmp_path / "c").stdout
+    assert "parity_00000.safetensors" in run("show", tmp_path / "c", "--files").stdout

@@ -13,17 +13,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import ostraka
+from cli_runs import planned as answer
 from cli_runs import run
 from ostraka import plan, sharding
 
 TREE = {"x": jnp.ones((8, 8))}
 MESH = {"data": 16, "model": 4}
-
-
-def answer(*arguments: object) -> dict[str, Any]:
-    result = run("plan", *arguments, "--json")
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)["variants"][0]
 
 
 # Sources
@@ -133,7 +128,8 @@ def test_the_text_has_both_intervals():
     assert "--device-bandwidth tells how long it blocks" in unknown
 
 
-def test_a_directory_is_probed(tmp_path: Path):
+def test_a_directory_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ostraka.planner.time._PROBE_BYTES", 1 << 20)
     times = plan("gpt2").times(probe=tmp_path)
     assert times.save_s is not None
     assert times.restore_s is not None

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ TESTS = {file.stem: file for file in Path(__file__).parents[1].rglob("test_*.py"
 PAGE = Path(__file__).parents[2] / "docs" / "maintainers" / "durability.md"
 
 
+@cache
 def functions_in(file: Path) -> set[str]:
     nodes = ast.walk(ast.parse(file.read_text("utf-8")))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}

@@ -24,15 +24,13 @@ import train_processes  # noqa: E402
 from tiny_transformer import make_mesh, run  # noqa: E402
 
 FSDP = sharding.fsdp("data", min_size=256)
+DATA_PARALLEL = sharding.data_parallel()
 STRATEGIES = {
-    "data parallel": ({"data": 8}, sharding.data_parallel()),
-    "fsdp": ({"data": 8}, FSDP),
-    "tensor parallel": ({"data": 2, "model": 4}, sharding.tensor_parallel("model") | FSDP),
-}
-OTHER = {
-    "data parallel": ({"data": 2}, sharding.data_parallel()),
-    "fsdp": STRATEGIES["tensor parallel"],
-    "tensor parallel": ({"data": 1}, FSDP),
+    "data parallel, then fsdp": (({"data": 8}, DATA_PARALLEL), ({"data": 8}, FSDP)),
+    "tensor parallel and fsdp, then data parallel": (
+        ({"data": 2, "model": 4}, sharding.tensor_parallel("model") | FSDP),
+        ({"data": 1}, DATA_PARALLEL),
+    ),
 }
 
 
@@ -63,19 +61,20 @@ def everything(state: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str):
-    whole, losses = go(tmp_path / "whole", STRATEGIES[name], 4)
-    stopped, first = go(tmp_path / "parts", STRATEGIES[name], 2)
+    strategy, other = STRATEGIES[name]
+    whole, losses = go(tmp_path / "whole", strategy, 4)
+    stopped, first = go(tmp_path / "parts", strategy, 2)
     half = everything(stopped)
     shutil.copytree(tmp_path / "parts", tmp_path / "other")
-    parts, second = go(tmp_path / "parts", STRATEGIES[name], 4)
+    parts, second = go(tmp_path / "parts", strategy, 4)
     assert [*first, *second] == losses
     assert everything(parts) == everything(whole)
     assert losses[-1] < losses[0]
     # On another mesh: the state bit for bit, the losses as near as other sums come.
-    restored, none = go(tmp_path / "other", OTHER[name], 2)
+    restored, none = go(tmp_path / "other", other, 2)
     assert none == []
     assert everything(restored) == half
-    _, others = go(tmp_path / "other", OTHER[name], 4)
+    _, others = go(tmp_path / "other", other, 4)
     assert np.allclose(others, second, rtol=1e-3)
 
 
@@ -136,8 +135,8 @@ def test_several_processes(tmp_path: Path, compiled: dict[str, str]):
     results = run_processes(
         train_in_processes,
         str(tmp_path),
-        processes=4,
-        devices_per_process=2,
+        processes=2,
+        devices_per_process=4,
         timeout_s=800,
         # Eight processors' worth of programs are compiled on what cores there are: in a hurry.
         env={**compiled, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
@@ -148,7 +147,7 @@ def test_several_processes(tmp_path: Path, compiled: dict[str, str]):
         assert resumed == whole[2:]
     found, expected = (ostraka.restore(tmp_path / name) for name in ("resumed", "whole"))
     assert bits(found) == bits(expected)
-    # What 4 processes have saved, this one restores, on a mesh of its own, and goes on.
+    # What 2 processes have saved, this one restores, on a mesh of its own, and goes on.
     mesh, quiet = make_mesh(data=8), {"keep_data": False, "say": lambda line: None}
     _, losses = run(tmp_path / "elsewhere", mesh, FSDP, steps=4, **quiet)
     assert np.allclose(losses, results[0].value[0][2:], rtol=1e-3)

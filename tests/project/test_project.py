@@ -4,9 +4,8 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from ostraka._version import __version__
 
@@ -20,10 +19,17 @@ IMPORTED_AS = {
 }
 
 
+@cache
+def parsed() -> dict[str, ast.Module]:
+    """Each file of the package."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {f.relative_to(PACKAGE).as_posix(): ast.parse(f.read_text("utf-8")) for f in files}
+
+
 def imported_names() -> Iterator[str]:
     """The top names of all that the package imports, anywhere."""
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    for tree in parsed().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 yield from (alias.name.split(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -38,21 +44,21 @@ def names_of(requirements: list[str]) -> list[str]:
 FOR_DEVELOPERS = {"dev", "docs"}
 
 
-@pytest.mark.parametrize(
-    "extra", ["", *sorted(PROJECT["optional-dependencies"].keys() - FOR_DEVELOPERS)]
-)
-def test_what_is_installed_is_imported(extra: str):
-    wanted = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
-    assert set(names_of(wanted)) <= set(imported_names())
+def test_what_is_installed_is_imported():
+    found = set(imported_names())
+    extras = PROJECT["optional-dependencies"]
+    wanted = {name: extras[name] for name in extras.keys() - FOR_DEVELOPERS}
+    for extra, requirements in {"": PROJECT["dependencies"], **wanted}.items():
+        assert set(names_of(requirements)) <= found, extra
 
 
 def test_an_extra_is_imported_nowhere_but_in_functions():
     """Nor in modules that only functions import: those that have `flax` at the top are few."""
     extras = {n for names in PROJECT["optional-dependencies"].values() for n in names_of(names)}
     at_top = {
-        file.relative_to(PACKAGE).as_posix()
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.parse(file.read_text("utf-8")).body
+        name
+        for name, tree in parsed().items()
+        for node in tree.body
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in extras
     }
     assert at_top <= {

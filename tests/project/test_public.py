@@ -88,8 +88,9 @@ assert 'flax' not in sys.modules
 
 
 def test_a_star_import():
-    names = run_python("from ostraka import *\nimport json\nprint(json.dumps(dir()))")
-    assert set(ostraka.__all__) <= set(names)
+    names: dict[str, Any] = {}
+    exec("from ostraka import *", names)
+    assert set(ostraka.__all__) <= names.keys()
 
 
 def test_the_type_checker_sees_the_same_names():
@@ -218,7 +219,7 @@ def assert_same(found: Any, expected: Any, index: Any) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=80)
 @pytest.mark.parametrize("name", NAMES)
 def test_lazy_indexing_is_that_of_numpy(lazy: Any, name: str, data: st.DataObject):
     values, checkpoint = lazy

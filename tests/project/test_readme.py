@@ -16,12 +16,15 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import jax
 import pytest
 
 import manual_readers
@@ -41,8 +44,7 @@ from manual import (
 )
 from ostraka import errors
 from ostraka.processes import operation
-from ostraka.testing import free_port
-from programs import run_quietly
+from ostraka.testing import free_port, run_processes
 from servers import Server
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -68,25 +70,29 @@ HOSTS = "docs/howto/multi-host.md"
 """Its program runs in two processes, in a test of its own."""
 MESHES = "docs/howto/another-mesh.md"
 
-RESTORE_AND_JIT = r"""
-import sys
-import warnings
-from pathlib import Path
 
-import jax
+def restore_and_jit(folder: str) -> int:
+    """Restore each checkpoint, and pass all its arrays through one `jax.jit`. Returns how many."""
+    warnings.simplefilter("error")
+    warnings.simplefilter("ignore", errors.PartialRestore)  # functions of Equinox
+    found = sorted(checkpoints(Path(folder)).items())
+    for metadata, content in found:
+        restored = ostraka.restore(metadata.parent)
+        count = jit_all(restored)
+        if b'"states"' not in content:  # They need an object to go into.
+            assert jit_all(ostraka.restore(metadata.parent, like=restored)) == count
+    return len(found)
 
-import ostraka
 
-warnings.simplefilter("ignore", ostraka.errors.PartialRestore)  # functions of Equinox
-
-
-def jit_all(tree):
+def jit_all(tree: Any) -> int:
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    numbers = [jax.dtypes.issubdtype(a.dtype, jax.numpy.number) for a in arrays]
+    numbers = [jax.numpy.issubdtype(array.dtype, jax.numpy.number) for array in arrays]
 
     @jax.jit
-    def same_and_sum(arrays):
-        return arrays, sum(a.sum() for a, is_number in zip(arrays, numbers) if is_number)
+    def same_and_sum(arrays: list[Any]) -> Any:
+        return arrays, sum(
+            a.sum() for a, is_number in zip(arrays, numbers, strict=True) if is_number
+        )
 
     same, _ = jax.block_until_ready(same_and_sum(arrays))
     for one, other in zip(arrays, same, strict=True):
@@ -94,16 +100,10 @@ def jit_all(tree):
     return len(arrays)
 
 
-for metadata in sorted(Path(sys.argv[1]).rglob("_METADATA")):
-    if b'"ostraka"' not in metadata.read_bytes():
-        continue  # Orbax calls its own so, too
-    path = metadata.parent
-    restored = ostraka.restore(path)
-    count = jit_all(restored)
-    if b'"states"' not in metadata.read_bytes():  # They need an object to go into.
-        assert jit_all(ostraka.restore(path, like=restored)) == count
-    print(path.relative_to(sys.argv[1]), count)
-"""
+def restored_anew(folder: Path) -> int:
+    """How many checkpoints another process has restored."""
+    (result,) = run_processes(restore_and_jit, str(folder), devices_per_process=8, processes=1)
+    return result.value
 
 
 def checkpoints(folder: Path) -> dict[Path, bytes]:
@@ -209,7 +209,7 @@ def test_blocks_run_in_order(
                     shutil.copytree(path.parent, copies / str(copied))
                     copied += 1
     if copied:
-        assert len(run_quietly(RESTORE_AND_JIT, copies).splitlines()) == copied
+        assert restored_anew(copies) == copied
     for block in blocks:
         if block.language == "text":
             assert block.text in printed, f"{block} is not what a block printed: {printed}"
@@ -255,7 +255,7 @@ def test_an_evaluator_follows_a_run(tmp_path: Path):
     assert (error, training_error) == ("", "")
     assert [process.returncode for process in processes] == [0, 0]
     assert told == expected.text
-    assert run_quietly(RESTORE_AND_JIT, tmp_path)
+    assert restored_anew(tmp_path)
 
 
 def test_a_run_that_is_killed_resumes(tmp_path: Path, shell: Shell):

@@ -86,15 +86,6 @@ def test_a_sharded_state_on_disk(tmp_path: Path):
     assert np.array_equal(opened["bias"][:3], [0, 0, 0])
 
 
-def test_replicas_share_the_writing(tmp_path: Path):
-    """A replicated array is written once, by all who have it."""
-    array = jax.device_put(jnp.ones((1024, 64)), NamedSharding(mesh_of(model=8), P()))
-    ostraka.save(tmp_path / "c", {"x": array})
-    sizes = [file.stat().st_size for file in (tmp_path / "c").glob("shards-*/*.safetensors")]
-    assert array.nbytes <= sum(sizes) < 1.3 * array.nbytes
-    assert len(sizes) == 8
-
-
 def test_restore_with_a_tree_of_shardings(tmp_path: Path):
     """And on twice as many devices."""
     model = make_sharded(4)
@@ -176,27 +167,6 @@ def test_modules_states_and_templates(tmp_path: Path, saved: str):
     assert_same(other, model)
 
 
-def test_a_manager_of_steps(tmp_path: Path):
-    """`max_to_keep` is `keep`, `latest_step` is `latest`; an empty directory is no step."""
-    with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        ostraka.restore(tmp_path / "c", like=make_simple())
-    with ostraka.Manager(tmp_path, keep=3) as manager:
-        assert manager.latest() is None
-        with pytest.raises(FileNotFoundError, match="there is no step in .* to restore"):
-            manager.restore(like=make_simple())
-        for step in (100, 200, 300, 400):
-            assert manager.save(step, nnx.state(make_simple(step)))
-        manager.wait()
-        assert manager.steps() == [200, 300, 400]
-    (tmp_path / "step_00000500").mkdir()  # of a save that died
-    with ostraka.Manager(tmp_path, keep=3) as manager:
-        assert manager.latest() == 400
-        abstract = nnx.eval_shape(make_simple)
-        assert_same(manager.restore(like=abstract), make_simple(400))
-        assert_same(manager.restore(200, like=abstract), make_simple(200))
-        assert manager.restored == 200
-
-
 def make_both(seed: int = 0) -> dict[str, Any]:
     model = make_simple(seed)
     return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
@@ -229,33 +199,6 @@ def test_model_and_optimizer_together(tmp_path: Path):
     rngs = nnx.Rngs(0)
     with pytest.raises(TraceContextError, match="trace level"):
         nnx.eval_shape(lambda: SimpleLinear(10, 5, rngs=rngs))
-
-
-def test_training_goes_on_while_a_save_runs(tmp_path: Path):
-    """The checkpoint has the values at the call, whatever the next steps do to them."""
-    tree = make_trained()
-    before = bits(tree)
-    handle = ostraka.save_async(tmp_path / "c", tree)
-    with ostraka.Manager(tmp_path / "run") as manager:
-        manager.save(1, tree)
-        grads = jax.tree.map(jnp.ones_like, nnx.state(tree["model"]))
-        tree["optimizer"].update(tree["model"], grads)
-        handle.wait()
-        manager.wait()
-        for path in (tmp_path / "c", manager.path(1)):
-            assert bits(ostraka.restore(path, like=make_both(1))) == before
-    assert bits(tree) != before
-
-
-def test_parameters_apart_from_the_rest(tmp_path: Path):
-    """`nnx.split(model, nnx.Param)` raises when there is more than parameters: add `...`."""
-    model = nnx.Dict(linear=make_simple(), dropout=nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="filter"):
-        nnx.split(model, nnx.Param)
-    _, params, rest = nnx.split(model, nnx.Param, ...)
-    ostraka.save(tmp_path / "c", {"params": params, "rest": rest})
-    restored = ostraka.restore(tmp_path / "c", like={"params": params})
-    assert bits(restored["params"]) == bits(params)
 
 
 def test_annotated_variables(tmp_path: Path):
@@ -327,30 +270,3 @@ def test_pick_spec(tmp_path: Path):
     assert (finding.severity, finding.path) == ("warning", "bias")
     x = jnp.ones((2, 16))
     assert np.allclose(sharding.place(model, mesh, disagree)(x), model(x), rtol=1e-5)
-
-
-# JAX Sharding & Parallelism with Flax NNX
-
-
-def test_the_training_step_of_the_texts(tmp_path: Path):
-    """`optimizer.update(model, grads)` today; the moments lie as their parameters."""
-    mesh = mesh_of(data=8)
-    rules = sharding.fsdp("data", min_size=8)
-    model, optimizer = sharding.init(make_linear, mesh, rules, ADAM)
-    batch = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, P("data", None)))
-
-    @nnx.jit
-    def train_step(model: nnx.Linear, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
-        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(batch) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    first = train_step(model, optimizer, batch)
-    tree = {"model": model, "optimizer": optimizer}
-    ostraka.save(tmp_path / "c", tree)
-    moments = optimizer.opt_state[0].mu["kernel"][...]
-    assert moments.sharding.is_equivalent_to(model.kernel[...].sharding, 2)
-    restored = ostraka.restore(tmp_path / "c", like=tree)
-    again = train_step(restored["model"], restored["optimizer"], batch)
-    assert again == train_step(model, optimizer, batch)
-    assert again < first

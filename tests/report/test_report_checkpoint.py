@@ -1,12 +1,11 @@
 """The page of a checkpoint, in a real browser, and the document that it shows."""
 
+import base64
 import gzip
 import json
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from browser import (
     complaints,
     hover,
     is_wider_than_screen,
-    open_browser,
     open_page,
     type_text,
     wait_until,
@@ -34,7 +32,7 @@ from checkpoint_pages import (
     save_transformer,
     write_planned,
 )
-from cli_runs import flip, run
+from cli_runs import as_json, flip, run
 from hf_files import save_for_hugging_face
 from orbax_cases import Form, make_arrays, make_local, mesh_of, write
 from ostraka import integrity
@@ -43,15 +41,10 @@ from ostraka.reading.locate import open_at
 from ostraka.report.checkpoint import describe_checkpoint, describe_leaf, describe_leaf_at
 from ostraka.report.page import render
 from ostraka.report.schema import CheckpointDocument
+from ostraka.tree.patterns import matches
 
 MOST_PAGE_BYTES = 5 << 20
 QUERY = "model/blocks/0/query/kernel"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with open_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +156,7 @@ def pick(browser: Any, path: str) -> None:
 
 def test_document_agrees_with_show(transformer: Path):
     found = describe_checkpoint(transformer)
-    shown = json.loads(run("show", transformer, "--json").output)
+    shown = as_json("show", transformer)
     leaves = found["leaves"]
     assert leaves["path"] == [leaf["path"] for leaf in shown["leaves"]]
     assert leaves["bytes"] == [leaf.get("bytes", 0) for leaf in shown["leaves"]]
@@ -185,7 +178,7 @@ def test_document_agrees_with_show(transformer: Path):
 
 def test_statistics_agree_with_show(transformer: Path):
     found = describe_checkpoint(transformer)
-    shown = json.loads(run("show", transformer, "--stats", "--json").output)
+    shown = as_json("show", transformer, "--stats")
     rows = {leaf["path"]: leaf["statistics"] for leaf in shown["leaves"] if "statistics" in leaf}
     assert len(rows) == found["values"]["arrays"] == found["totals"]["arrays"]
     for details in found["details"].values():
@@ -239,10 +232,8 @@ def test_values_are_those_of_numpy(cases: Path, name: str):
     numbers = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
     numbers = np.abs(numbers) if array.dtype.kind == "c" else numbers
     finite = numbers[np.isfinite(numbers)]
-    assert values["count"] == array.size
-    assert values["nan"] == np.isnan(numbers).sum()
-    assert values["infinite"] == np.isinf(numbers).sum()
-    assert values["zero"] == (numbers == 0).sum()
+    counts = (numbers.size, np.isnan(numbers).sum(), np.isinf(numbers).sum(), (numbers == 0).sum())
+    assert tuple(values[of] for of in ("count", "nan", "infinite", "zero")) == counts
     histogram = values["histogram"]
     if not finite.size:
         assert histogram is None
@@ -312,24 +303,11 @@ def test_values_are_read_only_if_they_are_few_or_wanted(transformer: Path):
     assert all(details["values"] is None for details in found["details"].values())
 
 
-def test_a_page_needs_no_jax(transformer: Path, tmp_path: Path):
-    program = (
-        "import sys\n"
-        "from ostraka.report.checkpoint import describe_checkpoint\n"
-        "from ostraka.report.page import render\n"
-        f"found = describe_checkpoint({str(transformer)!r}, verified=True)\n"
-        "render({'title': '', 'at': 0.0, 'documents': [found], 'live': None})\n"
-        "assert found['integrity']['state'] == 'verified'\n"
-        "assert not {'jax', 'jaxlib', 'flax'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 def test_command_writes_the_page_and_prints_the_document(transformer: Path, tmp_path: Path):
     result = run("report", transformer, "-o", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
-    printed = json.loads(run("report", transformer, "--json").output)
+    printed = as_json("report", transformer)
     assert printed["documents"] == [describe_checkpoint(transformer)]
 
 
@@ -337,7 +315,7 @@ def test_command_writes_the_page_and_prints_the_document(transformer: Path, tmp_
 
 
 def test_page_agrees_with_show(opened: Any, transformer: Path):
-    shown = json.loads(run("show", transformer, "--json").output)["totals"]
+    shown = as_json("show", transformer)["totals"]
     lines = run("show", transformer).output
     found = figures_in(opened)
     assert found["arrays"] == f"{shown['arrays']:,}"
@@ -349,7 +327,7 @@ def test_page_agrees_with_show(opened: Any, transformer: Path):
     assert found["fact metrics"] == "loss 2.25"
     assert found["fact saved"] in lines
     (tree,) = [box for box in boxes_in(opened) if box["path"] == "model"]
-    rows = json.loads(run("show", transformer, "--json").output)["leaves"]
+    rows = as_json("show", transformer)["leaves"]
     in_model = [row["bytes"] for row in rows if row["path"].startswith("model/")]
     assert tree["bytes"] == sum(in_model)
     assert text_of(opened, "#matches") == f"{len(rows)} leaves"
@@ -370,15 +348,9 @@ def test_map_zooms_by_pointer_and_keyboard(opened: Any):
     click_map(opened, "model")
     assert crumbs_in(opened) == "all/model"
     paths = {box["path"] for box in boxes_in(opened) if box["depth"] == 0}
-    assert (
-        paths == {"model/blocks", "model/embedding/embedding", "model/head/kernel"}
-        or {
-            "model/blocks",
-            "model/embedding",
-            "model/head",
-        }
-        == paths
-    )
+    assert {path.rpartition("/")[0] if path.count("/") > 1 else path for path in paths} == {
+        *("model/blocks", "model/embedding", "model/head")
+    }
     click(opened, ".ck-crumbs button")
     assert crumbs_in(opened) == "all"
     press(opened, ".ck-map", "ArrowRight", "Enter")
@@ -412,30 +384,15 @@ def test_hovering_the_map_explains(opened: Any):
     assert "of all" in text_of(opened, "#tip")
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("QUERY", 6),
-        ("model/**/kernel", 9),
-        ("model/blocks/*/up", 4),
-        ("**/up/k?rnel", 6),
-        ("x?", 0),
-    ],
-)
-def test_search_by_text_and_by_pattern(opened: Any, text: str, count: int):
-    search(opened, text)
-    assert text_of(opened, "#matches").startswith(f"{count} lea")
-
-
-def test_search_matches_as_our_patterns_do(opened: Any, transformer: Path):
-    from ostraka.tree.patterns import matches
-
+def test_search_by_text_and_by_pattern(opened: Any, transformer: Path):
     paths = describe_checkpoint(transformer, values=False)["leaves"]["path"]
-    for pattern in ("model", "**/bias", "m*/**", "optimizer/**/blocks/?/up/*", "**", "*"):
-        expected = sum(matches(pattern, path) for path in paths)
-        if "*" in pattern or "?" in pattern:
-            search(opened, pattern)
-            assert text_of(opened, "#matches").startswith(f"{expected} lea"), pattern
+    patterns = ("model/**/kernel", "model/blocks/*/up", "**/up/k?rnel", "**/bias", "m*/**")
+    patterns += ("optimizer/**/blocks/?/up/*", "**", "*", "x?")
+    counts = {pattern: sum(matches(pattern, path) for path in paths) for pattern in patterns}
+    assert (counts["model/**/kernel"], counts["model/blocks/*/up"], counts["x?"]) == (9, 4, 0)
+    for text, count in {"QUERY": 6, **counts}.items():
+        search(opened, text)
+        assert text_of(opened, "#matches").startswith(f"{count} lea"), text
 
 
 def test_tree_opens_by_keyboard(opened: Any):
@@ -452,7 +409,7 @@ def test_tree_opens_by_keyboard(opened: Any):
 def test_panel_shows_an_array(opened: Any, transformer: Path):
     pick(opened, QUERY)
     facts = panel_facts(opened)
-    leaf = json.loads(run("show", transformer, QUERY, "--stats", "--json").output)
+    leaf = as_json("show", transformer, QUERY, "--stats")
     assert facts["dtype"] == "float32"
     assert facts["shape"] == "32 × 32"
     assert facts["group"] == "parameters"
@@ -604,7 +561,7 @@ def test_orbax(tmp_path: Path, browser: Any):
     path = write(Form("step", False, True, True), tmp_path / "orbax", tree)
     found = describe_checkpoint(path, verified=True)
     assert (found["format"], found["integrity"]["has_checksums"]) == ("orbax", False)
-    shown = json.loads(run("show", path, "--json").output)
+    shown = as_json("show", path)
     assert found["leaves"]["path"] == [leaf["path"] for leaf in shown["leaves"]]
     assert found["totals"]["bytes"] == shown["totals"]["bytes"]
     assert all(one["values"] and not one["values"]["problem"] for one in found["details"].values())
@@ -651,50 +608,33 @@ def test_hostile_names_are_text(tmp_path: Path, browser: Any):
     for width in WIDTHS_PX:
         visit(browser, address, width)
         assert not is_wider_than_screen(browser)
-    assert (
-        browser.run("return document.querySelectorAll('#page img, #page script, #page b b').length")
-        == 0
-    )
-    rows = [row for row, shape in enumerate(found["leaves"]["shape"]) if shape is not None]
-    assert len(rows) == len(HOSTILE_NAMES)
-    for row in rows:
-        part = found["leaves"]["path"][row].split("/")[-1][:12]
-        search(browser, part.split("\r")[0].strip("\x00"))
-        count = browser.run("return document.querySelectorAll('.ck-row').length")
-        for n in range(count):
-            click(browser, f".ck-row:nth-child({n + 1})")
+    odd = "return document.querySelectorAll('#page img, #page script, #page b b').length"
+    assert browser.run(odd) == 0
+    leaves = found["leaves"]
+    shapes = {
+        name: shape
+        for name, shape in zip(leaves["path"], leaves["shape"], strict=True)
+        if shape is not None
+    }
+    assert len(shapes) == len(HOSTILE_NAMES)
+    for name, shape in shapes.items():
+        browser.run(
+            "const input = document.querySelector('#search');"
+            "input.value = 'a/'; input.dispatchEvent(new Event('input'));"
+            "const rows = [...document.querySelectorAll('.ck-row')];"
+            "rows.find((one) => one.title === arguments[0]).click()",
+            name,
+        )
         assert not is_wider_than_screen(browser)
+        # The Python line of any name opens it.
+        line = browser.run("return document.querySelectorAll('.ck-buttons button')[1].title")
+        assert eval(line).shape == tuple(shape), line
     for number in (1, 2, 3):
         click(browser, f".ck-tools .choice button:nth-of-type({number})")
         hover(browser, ".ck-map")
     assert browser.run("return document.querySelectorAll('#page img, #page script').length") == 0
     assert "<b>x</b>" in text_of(browser, "#tree") or search(browser, "<b>")
     assert complaints(browser, own=address) == []
-
-
-def test_python_line_of_any_name_opens_it(tmp_path: Path, browser: Any):
-    path = tmp_path / "hostile"
-    save_hostile(path)
-    found = describe_checkpoint(path, values=False)
-    address = write_page(found, tmp_path / "page.html")
-    visit(browser, address)
-    seen = 0
-    for row, shape in enumerate(found["leaves"]["shape"]):
-        if shape is None:
-            continue
-        search(browser, "")
-        browser.run(
-            "const input = document.querySelector('#search');"
-            "input.value = arguments[0]; input.dispatchEvent(new Event('input'));"
-            "const rows = [...document.querySelectorAll('.ck-row')];"
-            "rows.find((one) => one.title === arguments[1]).click()",
-            "a/",
-            found["leaves"]["path"][row],
-        )
-        line = browser.run("return document.querySelectorAll('.ck-buttons button')[1].title")
-        assert eval(line).shape == tuple(shape), line
-        seen += 1
-    assert seen == len(HOSTILE_NAMES)
 
 
 def measure_opening(browser: Any, address: str) -> float:
@@ -714,6 +654,9 @@ def test_very_many_leaves(
     assert found["totals"]["arrays"] == count
     address = write_page(found, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < MOST_PAGE_BYTES * count // 100_000
+    text = (tmp_path / "page.html").read_text()
+    packed = text.partition('<script type="application/gzip" id="data">')[2].partition("<")[0]
+    assert json.loads(gzip.decompress(base64.b64decode(packed)))["documents"] == [found]
     record_property("seconds to open", measure_opening(browser, address))
     assert text_of(browser, "#matches") == f"{count:,} leaves"
     assert browser.run("return document.querySelectorAll('*').length") < 5000
@@ -732,7 +675,7 @@ def test_16_384_devices(tmp_path: Path, browser: Any, record_property: Callable[
     mesh = MeshSpec(("data", "model"), (2048, 8), tuple(range(16_384)))
     leaves = [
         LeafSpec(f"model/layers/{n}/kernel", "jax", "bfloat16", (16_384, 16_384), 0, partition)
-        for n in range(100)
+        for n in range(30)
         for partition in [((("data",), ("model",)), (("model",), ("data",)), ())[n % 3]]
     ]
     write_planned(tmp_path / "c", leaves, mesh, per_process=8, lost=3)
@@ -751,16 +694,3 @@ def test_16_384_devices(tmp_path: Path, browser: Any, record_property: Callable[
     assert cells == 32 * 8
     assert str(found["values"]["command"]) in text_of(browser, "#leaf .notice")
     assert complaints(browser, own=address) == []
-
-
-def test_a_long_document_is_compressed_in_its_page(tmp_path: Path):
-    write_planned(
-        tmp_path / "c", many_leaves(5000), MeshSpec(("x",), (8,), tuple(range(8))), per_process=8
-    )
-    found = describe_checkpoint(tmp_path / "c", values=False)
-    write_page(found, tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    packed = text.partition('<script type="application/gzip" id="data">')[2].partition("<")[0]
-    import base64
-
-    assert json.loads(gzip.decompress(base64.b64decode(packed)))["documents"] == [found]

@@ -1,8 +1,6 @@
 """Comparisons of checkpoints and along runs: norms, layers, flags, and the page that shows them."""
 
-import json
 import shutil
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import ostraka
 from browser import (
@@ -19,14 +16,12 @@ from browser import (
     complaints,
     hover,
     is_wider_than_screen,
-    open_browser,
     open_page,
     type_text,
     wait_until,
 )
-from cli_runs import run_without
+from cli_runs import as_json, run
 from finetuned import EXPLODING, FROZEN, NAN, finetune
-from ostraka.cli import main
 from ostraka.report import comparison
 from ostraka.report._flags import Candidate, by_layer, find_flags
 from ostraka.report._layers import places_of
@@ -46,9 +41,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with open_browser() as found:
-        yield found
+def changes(runs: dict[str, Path]) -> dict[str, ComparisonDocument]:
+    """The documents of both."""
+    return {name: describe_changes(run) for name, run in runs.items()}
 
 
 def paths_of(found: ComparisonDocument) -> list[str]:
@@ -202,8 +197,8 @@ def test_a_frozen_backbone_is_no_fault():
     assert find_flags([*still, leaf("head/kernel", 10, 10, 0.1)]) == {}
 
 
-def test_a_healthy_run_has_no_flag(runs: dict[str, Path]):
-    found = describe_changes(runs["healthy"])
+def test_a_healthy_run_has_no_flag(changes: dict[str, ComparisonDocument]):
+    found = changes["healthy"]
     assert found["flags"] == []
     assert found["along"] is not None
     assert found["along"]["flags"] == []
@@ -211,8 +206,8 @@ def test_a_healthy_run_has_no_flag(runs: dict[str, Path]):
     assert found["moved"][0] == found["moved"][1] > 50
 
 
-def test_planted_faults_are_found(runs: dict[str, Path]):
-    found = describe_changes(runs["faulty"])
+def test_planted_faults_are_found(changes: dict[str, ComparisonDocument]):
+    found = changes["faulty"]
     layers = {flag["flag"]: flag["layer"] for flag in found["flags"]}
     assert layers == {kind: f"model/blocks/{number}" for kind, number in LAYERS.items()}
     assert found["along"] is not None
@@ -223,8 +218,10 @@ def test_planted_faults_are_found(runs: dict[str, Path]):
 # Along a run
 
 
-def test_along_a_run_is_what_pairs_say(runs: dict[str, Path]):
-    along = describe_changes(runs["healthy"])["along"]
+def test_along_a_run_is_what_pairs_say(
+    runs: dict[str, Path], changes: dict[str, ComparisonDocument]
+):
+    along = changes["healthy"]["along"]
     assert along is not None
     found = describe_comparison(runs["healthy"] / "2", runs["healthy"] / "4")
     layer, role = column(found, "layer"), column(found, "role")
@@ -277,12 +274,10 @@ def test_one_step_is_no_run_to_compare(tmp_path: Path):
 # The command
 
 
-def test_report_prints_what_diff_prints(runs: dict[str, Path]):
-    a, b = (str(runs["faulty"] / step) for step in ("0", "6"))
-    printed = CliRunner().invoke(main, ["report", "--compare", a, b, "--json"])
-    assert printed.exit_code == 0, printed.output
-    (found,) = json.loads(printed.stdout)["documents"]
-    diff = json.loads(CliRunner().invoke(main, ["diff", a, b, "--json"]).stdout)
+def test_report_prints_what_diff_prints(runs: dict[str, Path], tmp_path: Path):
+    pair = [runs["faulty"] / step for step in ("0", "6")]
+    (found,) = as_json("report", "--compare", *pair)["documents"]
+    diff = as_json("diff", *pair)
     assert paths_of(found) == [one["path"] for one in diff["leaves"]]
     assert found["same"] == diff["same"]
     equal, shape = column(found, "equal"), column(found, "shape")
@@ -290,17 +285,7 @@ def test_report_prints_what_diff_prints(runs: dict[str, Path]):
         if one["elements"] is not None:
             assert equal[one["path"]] == one["elements"]["count"] - one["elements"]["changed"]
             assert shape[one["path"]] == (" × ".join(map(str, one["a"]["shape"])) or "()")
-
-
-def test_no_jax(runs: dict[str, Path]):
-    run_without({"jax", "flax"}, "report", "--compare", runs["faulty"], "--json")
-
-
-def test_report_writes_a_page(runs: dict[str, Path], tmp_path: Path):
-    paths = [str(runs["healthy"] / step) for step in ("0", "6")]
-    result = CliRunner().invoke(
-        main, ["report", "--compare", *paths, "-o", str(tmp_path / "p.html")]
-    )
+    result = run("report", "--compare", *pair, "-o", tmp_path / "p.html")
     assert result.exit_code == 0, result.output
     assert "model/blocks/0" in (tmp_path / "p.html").read_text("utf-8")
 
@@ -308,14 +293,20 @@ def test_report_writes_a_page(runs: dict[str, Path], tmp_path: Path):
 # The page
 
 
-def test_faults_are_seen_without_scrolling(browser: Any, runs: dict[str, Path], tmp_path: Path):
+def test_faults_are_seen_without_scrolling(
+    browser: Any, changes: dict[str, ComparisonDocument], tmp_path: Path
+):
     browser.set_size(1440, 900)
-    show(browser, tmp_path, describe_changes(runs["faulty"]))
+    show(browser, tmp_path, changes["faulty"])
     cards = browser.run(
         "return [...document.querySelectorAll('.flag')].map(e => {"
         "const b = e.getBoundingClientRect();"
         "return [e.className, e.innerText, b.top, b.bottom, b.right]})"
     )
+    assert not is_wider_than_screen(browser)
+    browser.set_size(WIDTHS_PX[1], 900)
+    assert not is_wider_than_screen(browser)
+    browser.set_size(1440, 900)
     assert [name.split()[-1] for name, *_ in cards] == [*LAYERS]
     for (name, text, top, bottom, right), number in zip(cards, LAYERS.values(), strict=True):
         assert f"model/blocks/{number}" in text, name
@@ -324,16 +315,18 @@ def test_faults_are_seen_without_scrolling(browser: Any, runs: dict[str, Path], 
     assert complaints(browser, own="file://") == []
 
 
-def test_a_healthy_page_says_so(browser: Any, runs: dict[str, Path], tmp_path: Path):
-    show(browser, tmp_path, describe_changes(runs["healthy"]))
+def test_a_healthy_page_says_so(
+    browser: Any, changes: dict[str, ComparisonDocument], tmp_path: Path
+):
+    show(browser, tmp_path, changes["healthy"])
     assert browser.run("return document.querySelectorAll('.flag, td.flagged').length") == 0
     assert "Nothing stands out" in browser.run("return document.querySelector('#flags').innerText")
 
 
 def test_cells_are_explained_and_list_their_leaves(
-    browser: Any, runs: dict[str, Path], tmp_path: Path
+    browser: Any, changes: dict[str, ComparisonDocument], tmp_path: Path
 ):
-    found = describe_changes(runs["faulty"])
+    found = changes["faulty"]
     show(browser, tmp_path, found)
     table = found["leaves"]
     row = paths_of(found).index("model/blocks/2/up/kernel")
@@ -354,8 +347,10 @@ def test_cells_are_explained_and_list_their_leaves(
     ) == ("Exploding")
 
 
-def test_keys_move_in_the_map_and_pick(browser: Any, runs: dict[str, Path], tmp_path: Path):
-    show(browser, tmp_path, describe_changes(runs["healthy"]))
+def test_keys_move_in_the_map_and_pick(
+    browser: Any, changes: dict[str, ComparisonDocument], tmp_path: Path
+):
+    show(browser, tmp_path, changes["healthy"])
     browser.run("document.querySelector('.heat td[tabindex=\"0\"]').focus()")
     for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowDown", "Enter"):
         for kind in ("rawKeyDown", "keyUp"):
@@ -368,8 +363,10 @@ def test_keys_move_in_the_map_and_pick(browser: Any, runs: dict[str, Path], tmp_
     assert label.split(", ")[0] in picked
 
 
-def test_search_groups_and_theme(browser: Any, runs: dict[str, Path], tmp_path: Path):
-    found = describe_changes(runs["healthy"])
+def test_search_groups_and_theme(
+    browser: Any, changes: dict[str, ComparisonDocument], tmp_path: Path
+):
+    found = changes["healthy"]
     show(browser, tmp_path, found)
     type_text(browser, "#leaf-search", "blocks/1 gate")
     wanted = [p for p in paths_of(found) if p.startswith("model/blocks/1/gate")]
@@ -388,19 +385,11 @@ def test_search_groups_and_theme(browser: Any, runs: dict[str, Path], tmp_path: 
     click(browser, "#theme")
 
 
-@pytest.mark.parametrize("width", WIDTHS_PX)
-def test_a_page_fits_the_screen(browser: Any, runs: dict[str, Path], tmp_path: Path, width: int):
-    browser.set_size(width, 900)
-    show(browser, tmp_path, describe_changes(runs["faulty"]))
-    assert not is_wider_than_screen(browser)
-    browser.set_size(1440, 900)
-
-
 def test_paper_has_all_columns_with_their_names(
-    browser: Any, runs: dict[str, Path], tmp_path: Path
+    browser: Any, changes: dict[str, ComparisonDocument], tmp_path: Path
 ):
     browser.set_size(760, 900)
-    show(browser, tmp_path, describe_changes(runs["faulty"]))
+    show(browser, tmp_path, changes["faulty"])
     browser.command("Emulation.setEmulatedMedia", {"media": "print"})
     try:
         names = browser.run("return document.querySelector('.card:last-child thead').innerText")

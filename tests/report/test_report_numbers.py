@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -11,19 +11,13 @@ import numpy as np
 import pytest
 
 import ostraka
-from browser import complaints, open_browser, open_page
-from cli_runs import run
+from browser import complaints, open_page
+from cli_runs import as_json, run
 from ostraka.report import schema
 from runs import damage
 
 RATES = ("--write-bandwidth", "3GB/s", "--read-bandwidth", "5GB/s", "--device-bandwidth", "30GB/s")
 PLAN = ("plan", "gpt2", "--mesh", "data=8", "--optimizer", "adamw", *RATES, "--mtbf", "4h")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with open_browser() as found:
-        yield found
 
 
 def tree(step: int) -> dict[str, Any]:
@@ -79,8 +73,8 @@ def seconds_in(text: str) -> float:
 def test_run(browser: Any, directory: Path, tmp_path: Path):
     figures, rows = look(browser, tmp_path, "report", directory)
     shown = run("top", directory, "--once").output
-    (document,) = json.loads(run("report", directory, "--json").output)["documents"]
-    listed = json.loads(run("ls", directory, "--json").output)["steps"]
+    (document,) = as_json("report", directory)["documents"]
+    listed = as_json("ls", directory)["steps"]
     assert f"{figures['steps']} steps, {figures['in all']} " in shown
     assert f"goes next  {figures['deleted after the next save']}" in shown
     assert f"blocked    {figures['blocked for a save (median)']} for a save" in shown
@@ -103,8 +97,8 @@ def test_run(browser: Any, directory: Path, tmp_path: Path):
 def test_checkpoint(browser: Any, directory: Path, tmp_path: Path):
     figures, _ = look(browser, tmp_path, "report", directory / "6")
     shown = run("show", directory / "6").output
-    totals = json.loads(run("show", directory / "6", "--json").output)["totals"]
-    (document,) = json.loads(run("report", directory / "6", "--json").output)["documents"]
+    totals = as_json("show", directory / "6")["totals"]
+    (document,) = as_json("report", directory / "6")["documents"]
     assert document["totals"]["bytes"] == totals["bytes"]
     parameters = f"{document['totals']['parameters']:,}"
     assert f"{parameters} parameters of float32, {figures['of arrays']}" in shown
@@ -125,9 +119,7 @@ def test_comparison(browser: Any, directory: Path, tmp_path: Path):
     assert counts is not None
     assert (figures["leaves are equal"], figures["leaves differ"]) == counts.groups()[1:]
     leaves = {
-        one["path"]: one["elements"]
-        for one in json.loads(run("diff", *pair, "--json").output)["leaves"]
-        if one["elements"]
+        one["path"]: one["elements"] for one in as_json("diff", *pair)["leaves"] if one["elements"]
     }
     in_table = [row for row in rows if row[0].endswith("/kernel")]
     assert len(in_table) == 3
@@ -144,7 +136,7 @@ def test_comparison(browser: Any, directory: Path, tmp_path: Path):
 def test_plan(browser: Any, tmp_path: Path):
     figures, _ = look(browser, tmp_path, *PLAN)
     shown = run(*PLAN).output
-    (document,) = json.loads(run(*PLAN, "--json").output)["variants"]
+    (document,) = as_json(*PLAN)["variants"]
     lines = {re.split(r"  +", line.strip())[0]: line for line in shown.splitlines()}
     assert f"{figures['parameters']}" in lines["parameters"]
     assert f"{document['parameters']:,}" == figures["parameters"]
@@ -216,6 +208,6 @@ def test_documents_have_the_fields_of_the_schema(directory: Path, tmp_path: Path
         assert data is not None
         (document,) = json.loads(data[1])["documents"]
     else:
-        (document,) = json.loads(run(*commands[kind], "--json").output)["documents"]
+        (document,) = as_json(*commands[kind])["documents"]
     name = "Comparison" if kind == "along" else kind.capitalize()
     assert complaints_about(document, getattr(schema, f"{name}Document"), kind) == []

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -33,17 +34,22 @@ class Transformer(nnx.Module):
 def save_transformer(path: Any, *, blocks: int = 24, seed: int = 0) -> int:
     """Save a transformer with its optimizer on eight devices. Returns its number of parameters."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"))
-    model = Transformer(blocks, nnx.Rngs(seed))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
-    def put(array: Any) -> Any:
+    def make() -> tuple[Transformer, nnx.Optimizer]:
+        model = Transformer(blocks, nnx.Rngs(seed))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    def fill(array: Any) -> Any:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return array
+            return jax.random.key(seed)
         axes = ("fsdp", *[None] * (array.ndim - 2), "tp") if array.ndim > 1 else ()
         if any(size % 4 for size in array.shape[:1]):
             axes = ()
-        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+        values = np.zeros(array.shape, array.dtype)
+        return jax.device_put(values, NamedSharding(mesh, PartitionSpec(*axes)))
 
-    nnx.update((model, optimizer), jax.tree.map(put, nnx.state((model, optimizer))))
+    # Not initialised: random numbers take long, and nobody looks at them.
+    model, optimizer = nnx.eval_shape(make)
+    nnx.update((model, optimizer), jax.tree.map(fill, nnx.state((model, optimizer))))
     ostraka.save(path, {"model": model, "optimizer": optimizer, "step": seed})
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

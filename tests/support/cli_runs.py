@@ -1,11 +1,16 @@
 """The command as tests call it, and checkpoints for it to look at."""
 
+import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -33,6 +38,49 @@ class Holder:
 def run(*arguments: object, **environment: str | None) -> Result:
     strings = [str(argument) for argument in arguments]
     return CliRunner(env=environment).invoke(main, strings)
+
+
+def as_json(*arguments: object, **environment: str | None) -> Any:
+    """The document that the command prints, whatever its exit code."""
+    return json.loads(run(*arguments, "--json", **environment).stdout)
+
+
+def planned(*arguments: object) -> dict[str, Any]:
+    """The first variant of `ostraka plan`, as JSON."""
+    result = run("plan", *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)["variants"][0]
+
+
+def assert_fails(result: Result, *messages: object, code: int = 2) -> None:
+    """The command has printed one line on stderr, with these messages, and nothing else."""
+    assert (result.exit_code, result.stdout) == (code, ""), result.output
+    assert result.stderr.startswith("ostraka: ")
+    assert result.stderr.count("\n") == 1
+    for message in messages:
+        assert str(message) in result.stderr
+
+
+@contextmanager
+def closed(path: Path, name: str) -> Generator[Path]:
+    """A copy of a directory in which we may not open `name`, not even as root.
+
+    It is not below pytest's own directory, which each start of a pytest closes to others. Whoever
+    is called has to be loaded already: no other user may be allowed to read it.
+    """
+    user = os.geteuid()
+    with TemporaryDirectory() as outside:
+        copy = Path(shutil.copytree(path, Path(outside) / "copy"))
+        for directory in (Path(outside), *copy.rglob("*"), copy):
+            directory.chmod(directory.stat().st_mode | 0o055)
+        (copy / name).chmod(0)
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            yield copy
+        finally:
+            os.seteuid(user)
+            (copy / name).chmod(0o700)
 
 
 def run_on_terminal(*arguments: object, keys: str = "", **environment: str) -> tuple[int, str]:
@@ -68,19 +116,25 @@ def read_screen(terminal: int) -> str:
     return shown.decode()
 
 
-def run_without(modules: set[str], *arguments: object) -> None:
-    """Run the command in a process of its own; it must succeed, and import none of these."""
-    program = (
-        "import sys\n"
-        "from ostraka.cli import main\n"
-        "try:\n"
-        "    main(sys.argv[1:])\n"
-        "except SystemExit as ended:\n"
-        "    assert not ended.code\n"
-        f"assert not {modules!r} & sys.modules.keys()\n"
+_RUN_WITHOUT = """
+import json, sys
+from ostraka.cli import main
+for modules, command in json.loads(sys.argv[1]):
+    try:
+        main(command)
+    except SystemExit as ended:
+        assert not ended.code, (command, ended.code)
+    assert not sys.modules.keys() & set(modules), (command, sys.modules.keys() & set(modules))
+"""
+
+
+def run_without(*commands: tuple[str, tuple[object, ...]]) -> None:
+    """Run commands in one process. Each must succeed; after it no module that it names is there."""
+    given = json.dumps([(modules.split(), [*map(str, words)]) for modules, words in commands])
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN_WITHOUT, given], capture_output=True, text=True, check=False
     )
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    subprocess.run(command, check=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 def put(array: object, *axes: str | None) -> jax.Array:

@@ -52,8 +52,7 @@ class Transformer(nnx.Module):
 
 
 def _place(mesh: Mesh, array: Any) -> Any:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return array
+    # Keys as well: a step whose arguments lie elsewhere would be compiled anew.
     spec = P("data") if array.shape[:1] == (WORDS,) else P()  # collectives take long on CPUs
     return jax.device_put(array, NamedSharding(mesh, spec))
 
