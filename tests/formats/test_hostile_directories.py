@@ -55,7 +55,7 @@ def run_all(folder: Path, every: int) -> tuple[list[str], str]:
     return wrong, last
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.soak)])
 def test_hostile_directories(tmp_path: Path, every: int):
     with in_memory(tmp_path) as folder:
         wrong, last = run_all(folder, every)
