@@ -81,8 +81,8 @@ def case(leaves: int, mib: int, how: dict[str, Any], cast: str | None, name: str
 @pytest.mark.parametrize(
     ("leaves", "mib", "how", "cast"),
     [
-        case(2, 384, {}, None, "plain"),
-        case(1, 1280, AS_BFLOAT16, None, "converted"),
+        case(2, 576, {}, None, "plain"),
+        case(1, 1152, AS_BFLOAT16, None, "converted"),
         case(1, 640, COMPRESSED, None, "compressed"),
         case(1, 640, {}, "bfloat16", "cast"),
         case(1, 640, COMPRESSED, "bfloat16", "compressed, cast"),
