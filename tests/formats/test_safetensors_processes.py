@@ -14,11 +14,11 @@ from ostraka.testing import run_processes
 from test_safetensors import CONFIG, auto_mesh, llama_tensors, write_hf
 
 WIDE: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
+    "hidden_size": 640,
+    "intermediate_size": 1760,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 64,
+    "head_dim": 80,
     "vocab_size": 1024,
 }
 SPECS: dict[str, Any] = {
@@ -91,7 +91,7 @@ def test_each_reads_its_share_and_what_several_need_is_read_once(tmp_path: Path,
     cases: list[Case] = []
     for layout in ("apart", "in rows", "by group"):
         path, names = str(tmp_path / layout), rules_for(layout)
-        write_hf(Path(path), fused(tensors, layout), **WIDE)
+        write_hf(Path(path), fused(tensors, layout), files=2, **WIDE)
         kinds = [*(["fsdp"] if layout == "apart" else []), "tp", "inputs", "outputs"]
         cases += [Case(path, specs, names, {"share_reads": False}) for specs in kinds]
         # Of a model that all have whole, each reads a quarter.
@@ -125,9 +125,9 @@ def fused(tensors: dict[str, Any], layout: str) -> dict[str, Any]:
         q, k, v = (left.pop(f"{at}self_attn.{name}_proj.weight") for name in "qkv")
         gate, up = (left.pop(f"{at}mlp.{name}_proj.weight") for name in ("gate", "up"))
         made[f"{at}mlp.gate_up_proj.weight"] = np.concatenate([gate, up])
-        groups = [array.reshape(4, -1, 64, 512) for array in (q, k, v)]
+        groups = [array.reshape(4, -1, 80, 640) for array in (q, k, v)]
         rows = np.concatenate([q, k, v]) if layout == "in rows" else np.concatenate(groups, axis=1)
-        made[f"{at}self_attn.qkv_proj.weight"] = rows.reshape(-1, 512)
+        made[f"{at}self_attn.qkv_proj.weight"] = rows.reshape(-1, 640)
     return {**left, **made}
 
 
@@ -135,13 +135,13 @@ def rules_for(layout: str) -> Any:
     if layout == "apart":
         return "hf"
     attn, mlp = "layers/{n}/self_attn", "layers/{n}/mlp"
-    sizes = {"q": 512, "k": 256, "v": 256} if layout == "in rows" else {"q": 2, "k": 1, "v": 1}
+    sizes = {"q": 640, "k": 320, "v": 320} if layout == "in rows" else {"q": 2, "k": 1, "v": 1}
     into = {f"{attn}/{name}_proj/kernel": size for name, size in sizes.items()}
     qkv: dict[str, Any] = {"transpose": True, "cut": {"axis": 1, "into": into}}
     if layout == "by group":
         qkv["cut"]["axis"] = 2
-        qkv |= {"split": {1: [4, 4, 64]}, "merge": {1: [4, -1, 64]}}
-    gate_up = {f"{mlp}/gate_proj/kernel": 1408, f"{mlp}/up_proj/kernel": -1}
+        qkv |= {"split": {1: [4, 4, 80]}, "merge": {1: [4, -1, 80]}}
+    gate_up = {f"{mlp}/gate_proj/kernel": 1760, f"{mlp}/up_proj/kernel": -1}
     return {
         "model.layers.{n}.self_attn.qkv_proj.weight": qkv,
         "model.layers.{n}.mlp.gate_up_proj.weight": {
