@@ -147,15 +147,6 @@ def test_into_a_model_that_is_there_and_parts_of_it(tmp_path: Path, llama: Path,
             ostraka.restore(smaller, like=model, names="hf", strict=False)
 
 
-def test_a_cast_is_asked_for(tmp_path: Path):
-    tensors = llama_tensors(ml_dtypes.bfloat16)
-    path = write_hf(tmp_path / "llama", tensors)
-    with pytest.raises(Mismatch, match="saved as bfloat16, `like` has float32: pass dtype='like'"):
-        ostraka.restore(path, like=abstract_model(), names="hf")
-    model = ostraka.restore(path, like=abstract_model(), names="hf", dtype="like")
-    assert_is_model(model, {name: array.astype(np.float32) for name, array in tensors.items()})
-
-
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float64])
 def test_tensors_are_cast_without_names(tmp_path: Path, dtype: Any):
     array = np.arange(64, dtype=np.float32).reshape(8, 8)
