@@ -122,7 +122,7 @@ def test_requests_are_as_planned(bucket: str, proxy: Proxy, leaves: int, rows: i
     assert_same(ostraka.restore(bucket), tree)
     assert proxy.requests.total() == plan.restore().requests.most
     # Large ranges apart, a request for each file, and three for what is there.
-    assert plan.restore().requests.most == 11 + (8 * 2 if rows == 3 << 19 else 0)
+    assert plan.restore().requests.most == 11 + (8 if rows == 3 << 19 else 0)
     proxy.requests.clear()
     ostraka.save(bucket, tree)
     assert without_renewals(proxy.requests) == sum(plan.requests_by_process) + 11
