@@ -57,7 +57,7 @@ def test_a_loop_as_maxtext_has_it(ocp: Any, tmp_path: Path):
             "iter": grain.PyGrainCheckpointHandler(),
         }
         return ocp.CheckpointManager(
-            ocp.test_utils.erase_and_create_empty(tmp_path / "run") if first else tmp_path / "run",
+            root,
             item_names=("items", "iter"),
             item_handlers=handlers,
             options=ocp.CheckpointManagerOptions(
@@ -68,7 +68,7 @@ def test_a_loop_as_maxtext_has_it(ocp: Any, tmp_path: Path):
             ),
         )
 
-    first = True
+    root = ocp.test_utils.erase_and_create_empty(tmp_path / "run")
     manager, data = make_manager(), make_iterator()
     for step in range(5):
         next(data)
@@ -89,7 +89,6 @@ def test_a_loop_as_maxtext_has_it(ocp: Any, tmp_path: Path):
     manager.wait_until_finished()
     manager.close()
 
-    first = False
     manager, data = make_manager(), make_iterator()
     step = manager.latest_step()
     assert step == 4

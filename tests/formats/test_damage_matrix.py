@@ -29,7 +29,7 @@ from figures import Figures
 from manual import find_block
 from mounts import lose_sectors
 from nnx_models import Block
-from ostraka.errors import CheckpointNotFound, Damaged, DegradedRead, Problem, store_error
+from ostraka.errors import CheckpointNotFound, Damaged, DegradedRead, store_error
 from ostraka.testing import FaultyStore, run_processes
 from places import BucketPath, flip
 
@@ -212,30 +212,19 @@ def find_flip(subject: Subject, file: str, position: int, mask: int, read_back: 
             assert set(problem.leaves) == subject.map.leaves_in(file, start, stop), where
             assert [lost.leaf for lost in problem.boxes] == list(problem.leaves), where
         if box is not None:
-            assert_box_named(problem, box.leaf, box.index_at(position), where)
+            (lost,) = [lost for lost in problem.boxes if lost.leaf == box.leaf]
+            assert lost.elements > 0, where
+            index = box.index_at(position)
+            if index is not None:  # complex128 is shown with a dimension more.
+                inside = zip(index[: len(lost.box)], lost.box, strict=True)
+                assert all(start <= at < stop for at, (start, stop) in inside), where
         if read_back and subject.kind == "parity" and file != "_METADATA":
-            if box is not None:
-                assert_read_degraded(subject, box.leaf)
+            if box is not None:  # What parity brings back is right, and is warned of.
+                with pytest.warns(DegradedRead, match=str(subject.path)):
+                    found = read(ostraka.open(subject.path), box.leaf)
+                assert found == subject.values[box.leaf]
         elif read_back:
             assert damage_when_read(subject, box.leaf if box else None, file) == [file], where
-
-
-def assert_read_degraded(subject: Subject, leaf: str) -> None:
-    """What parity brings back is right, and is warned of."""
-    with pytest.warns(DegradedRead, match=str(subject.path)):
-        found = read(ostraka.open(subject.path), leaf)
-    assert found == subject.values[leaf]
-
-
-def assert_box_named(
-    problem: Problem, leaf: str, index: tuple[int, ...] | None, where: Any
-) -> None:
-    (lost,) = [lost for lost in problem.boxes if lost.leaf == leaf]
-    assert lost.elements > 0, where
-    if index is not None:
-        index = index[: len(lost.box)]  # complex128 is shown with a dimension more
-        inside = zip(index, lost.box, strict=True)
-        assert all(start <= at < stop for at, (start, stop) in inside), where
 
 
 def read_leaves(path: Path, leaves: list[str]) -> dict[str, bytes]:
