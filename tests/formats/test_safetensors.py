@@ -228,7 +228,7 @@ def test_a_single_file_of_odd_tensors(tmp_path: Path):
         "z.9": np.ones(2, np.float32),
     }
     path = tmp_path / "x.safetensors"
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"note": "x" * 70_000})  # more than the first read takes
     opened = ostraka.open(path)
     assert sorted(opened) == sorted(n.replace("~", "~0").replace("/", "~1") for n in tensors)
     assert list(opened)[-2:] == ["z.9", "z.10"]
