@@ -185,21 +185,32 @@ def test_module_paths(module: str, names: list[str]):
         assert getattr(found, name) is lookup("ostraka.compat", ".".join([*parts, name]))
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import ostraka.compat.orbax.experimental.emergency.checkpoint_manager as found",
-        "from ostraka.compat.orbax.experimental import v1 as found",
-        "import ostraka.compat.orbax._src.arrays.sharding as found",
-        "from ostraka.compat.orbax._src.futures.future import NoopFuture as found",
-        "import ostraka.compat.orbax.checkpoint_args as found",
-        "from ostraka.compat.orbax.path.step import NameFormat as found",
-        "from ostraka.compat.orbax.checkpoint_managers import preservation_policy as found",
-    ],
-)
-def test_a_path_is_the_first_import_of_a_program(statement: str):
-    """In a new process, where no other import has loaded the modules."""
-    subprocess.run([sys.executable, "-c", f"{statement}; assert found"], check=True)
+FIRST_IMPORTS = [
+    "import ostraka.compat.orbax.experimental.emergency.checkpoint_manager as found",
+    "from ostraka.compat.orbax.experimental import v1 as found",
+    "import ostraka.compat.orbax._src.arrays.sharding as found",
+    "from ostraka.compat.orbax._src.futures.future import NoopFuture as found",
+    "import ostraka.compat.orbax.checkpoint_args as found",
+    "from ostraka.compat.orbax.path.step import NameFormat as found",
+    "from ostraka.compat.orbax.checkpoint_managers import preservation_policy as found",
+]
+IMPORT_EACH = """
+import os, sys, warnings
+import jax, optax
+assert "ostraka" not in sys.modules
+warnings.simplefilter("ignore")  # JAX's own word on forks
+for statement in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        exec(statement + "; assert found")
+        os._exit(0)
+    assert not os.waitpid(child, 0)[1], statement
+"""
+
+
+def test_a_path_is_the_first_import_of_a_program():
+    """Each in a new process, where no other import has loaded the modules."""
+    subprocess.run([sys.executable, "-c", IMPORT_EACH, *FIRST_IMPORTS], check=True)
 
 
 def test_objects_from_other_paths_are_pickled():

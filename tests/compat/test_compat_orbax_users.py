@@ -57,7 +57,7 @@ def test_a_loop_as_maxtext_has_it(ocp: Any, tmp_path: Path):
             "iter": grain.PyGrainCheckpointHandler(),
         }
         return ocp.CheckpointManager(
-            ocp.test_utils.erase_and_create_empty(tmp_path / "run") if first else tmp_path / "run",
+            root,
             item_names=("items", "iter"),
             item_handlers=handlers,
             options=ocp.CheckpointManagerOptions(
@@ -68,7 +68,7 @@ def test_a_loop_as_maxtext_has_it(ocp: Any, tmp_path: Path):
             ),
         )
 
-    first = True
+    root = ocp.test_utils.erase_and_create_empty(tmp_path / "run")
     manager, data = make_manager(), make_iterator()
     for step in range(5):
         next(data)
@@ -89,7 +89,6 @@ def test_a_loop_as_maxtext_has_it(ocp: Any, tmp_path: Path):
     manager.wait_until_finished()
     manager.close()
 
-    first = False
     manager, data = make_manager(), make_iterator()
     step = manager.latest_step()
     assert step == 4
@@ -334,63 +333,3 @@ with ocp.CheckpointManager({str(tmp_path)!r} + "/run") as manager:
     assert isinstance(manager.directory, pathlib.Path)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-# The snippets of the texts, in the forms that run against Orbax today
-
-
-def sharded(devices: int) -> jax.sharding.NamedSharding:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("model",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
-
-
-@both
-def test_the_recipe_of_the_first_text(ocp: Any, tmp_path: Path):
-    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-    graphdef, state = nnx.split(model)
-    state = jax.tree.map(lambda x: jax.device_put(x, sharded(2)), state)
-    save_args = jax.tree_util.tree_map(lambda arr: ocp.SaveArgs(), state)
-    ckptr = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-    ckptr.save(tmp_path / "dist_ckpt", state, save_args=save_args)
-    shardings = jax.tree.map(lambda _: sharded(4), state)
-    target = jax.tree_util.tree_map(lambda spec: ocp.ArrayRestoreArgs(sharding=spec), shardings)
-    loaded = ckptr.restore(tmp_path / "dist_ckpt", item=state, restore_args=target)
-    merged = nnx.merge(graphdef, loaded)
-    np.testing.assert_array_equal(merged.kernel[...], model.kernel[...])
-    assert merged.kernel[...].sharding.is_equivalent_to(sharded(4), 2)
-
-
-@both
-def test_the_slides_of_the_third_text(ocp: Any, tmp_path: Path):
-    def make() -> nnx.Linear:
-        return nnx.Linear(10, 5, rngs=nnx.Rngs(0))
-
-    def make_optimizer(model: nnx.Linear) -> nnx.Optimizer:
-        return nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-
-    model = make()
-    optimizer = make_optimizer(model)
-    save, restore = ocp.args.StandardSave, ocp.args.StandardRestore
-    options = ocp.CheckpointManagerOptions(max_to_keep=3)
-    with ocp.CheckpointManager(tmp_path / "a", options=options) as manager:
-        manager.save(100, args=save(nnx.split(model)[1]))
-    with ocp.CheckpointManager(tmp_path / "b", options=options) as manager:
-        items = {
-            "params": save(nnx.state(model, nnx.Param)),
-            "optimizer": save(nnx.state(optimizer)),
-        }
-        manager.save(int(optimizer.step[...]), args=ocp.args.Composite(**items))
-    with ocp.CheckpointManager(tmp_path / "a") as manager:
-        graphdef, abstract_state = nnx.split(nnx.eval_shape(make))
-        restored = manager.restore(manager.latest_step(), args=restore(abstract_state))
-    np.testing.assert_array_equal(nnx.merge(graphdef, restored).kernel[...], model.kernel[...])
-    with ocp.CheckpointManager(tmp_path / "b") as manager:
-        targets = {
-            "params": restore(nnx.state(nnx.eval_shape(make), nnx.Param)),
-            "optimizer": restore(nnx.state(nnx.eval_shape(lambda: make_optimizer(make())))),
-        }
-        found = manager.restore(manager.latest_step(), args=ocp.args.Composite(**targets))
-    other = nnx.Linear(10, 5, rngs=nnx.Rngs(1))
-    nnx.update(other, found["params"])
-    np.testing.assert_array_equal(other.kernel[...], model.kernel[...])
-    nnx.update(make_optimizer(other), found["optimizer"])

@@ -15,7 +15,7 @@ from mutations import Mutator
 from ostraka.errors import OstrakaError
 from ostraka.tree.json_tree import saved_tree
 
-IN_THE_SUITE = 10_000
+IN_THE_SUITE = 5_000
 IN_SOAK = 1_000_000
 
 

@@ -59,7 +59,6 @@ def read_everything(place: str, held_bytes: int = 1 << 16) -> list[OstrakaError]
         lambda place: [call(*a) for a in (("show", place), ("verify", place), ("plan", place))],
         lambda place: call("diff", place, place),
         lambda place: call("ls", place.rpartition("/")[0]),
-        lambda place: ostraka.Manager(place.rpartition("/")[0], read_only=True).steps(),
     ):
         try:
             with watchdog(MOST_SECONDS):
@@ -67,6 +66,8 @@ def read_everything(place: str, held_bytes: int = 1 << 16) -> list[OstrakaError]
         except OstrakaError as error:
             found.append(error)
         assert meter.rise() < MOST_MEMORY + 10 * held_bytes, work
+    # A bad step does not hide the others.
+    assert set(ostraka.Manager(place.rpartition("/")[0], read_only=True).steps()) <= {1}
     return found
 
 
@@ -284,19 +285,6 @@ def test_a_header_that_is_none(header):
     assert "shard_00000.safetensors" in str(found)
     assert "its header" in str(found)
     ostraka.restore("memory://forged/header/step_1")
-
-
-def test_a_mesh_without_devices_does_not_hide_other_steps(tmp_path):
-    with ostraka.Manager(tmp_path, every=1) as manager:
-        for step in (1, 2):
-            manager.save(step, make_tree())
-    newest = tmp_path / "step_00000002" / "_METADATA"
-    body = json.loads(newest.read_bytes())
-    del body["digest"]
-    body |= on_axis(0, ["x"])(body)
-    newest.write_bytes(seal(shard_file.dumps(body).encode()))
-    assert ostraka.Manager(tmp_path, read_only=True).steps() == [1]
-    assert "damaged" in run("ls", tmp_path).stdout
 
 
 # No code of the program

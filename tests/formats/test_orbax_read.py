@@ -172,17 +172,6 @@ def test_a_step_with_several_items(tmp_path: Path):
     assert list(ostraka.open(tmp_path / "12" / "state")) == ["w"]
 
 
-@pytest.mark.parametrize("prefix", ["ckpt", None], ids=str)
-def test_steps_with_names_of_orbax(tmp_path: Path, prefix: str | None):
-    options = ocp.CheckpointManagerOptions(step_prefix=prefix, step_format_fixed_length=6)
-    with quiet(), ocp.CheckpointManager(tmp_path, options=options) as manager:
-        for step in (9, 10):
-            manager.save(step, args=ocp.args.StandardSave({"step": jnp.full(1, step)}))
-    name = "000010" if prefix is None else f"{prefix}_000010"
-    assert ostraka.open(tmp_path).path == str(tmp_path / name)
-    assert [step["step"] for step in command("ls", tmp_path)["steps"]] == [9, 10]
-
-
 def test_the_state_of_a_data_iterator(tmp_path: Path):
     dataset = grain.MapDataset.range(10).to_iter_dataset()
     source: Any = grain.RangeDataSource(0, 10, 1)

@@ -19,7 +19,6 @@ from safetensors.numpy import save_file
 import ostraka
 from hf_decoder import make_decoder
 from ostraka.errors import (
-    CheckpointNotFound,
     Damaged,
     Mismatch,
     NotACheckpoint,
@@ -31,7 +30,6 @@ from ostraka.families.families import parameters_of
 from ostraka.layout import box as _box
 from ostraka.layout.spec import Target
 from ostraka.reading.locate import open_at
-from places import Place
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -149,15 +147,6 @@ def test_into_a_model_that_is_there_and_parts_of_it(tmp_path: Path, llama: Path,
             ostraka.restore(smaller, like=model, names="hf", strict=False)
 
 
-def test_a_cast_is_asked_for(tmp_path: Path):
-    tensors = llama_tensors(ml_dtypes.bfloat16)
-    path = write_hf(tmp_path / "llama", tensors)
-    with pytest.raises(Mismatch, match="saved as bfloat16, `like` has float32: pass dtype='like'"):
-        ostraka.restore(path, like=abstract_model(), names="hf")
-    model = ostraka.restore(path, like=abstract_model(), names="hf", dtype="like")
-    assert_is_model(model, {name: array.astype(np.float32) for name, array in tensors.items()})
-
-
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float64])
 def test_tensors_are_cast_without_names(tmp_path: Path, dtype: Any):
     array = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -239,7 +228,7 @@ def test_a_single_file_of_odd_tensors(tmp_path: Path):
         "z.9": np.ones(2, np.float32),
     }
     path = tmp_path / "x.safetensors"
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"note": "x" * 70_000})  # more than the first read takes
     opened = ostraka.open(path)
     assert sorted(opened) == sorted(n.replace("~", "~0").replace("/", "~1") for n in tensors)
     assert list(opened)[-2:] == ["z.9", "z.10"]
@@ -421,9 +410,9 @@ def test_only_what_is_wanted_is_read(tmp_path: Path):
 # In any store, and what else is done with them
 
 
-def test_in_any_store(place: Place, llama: Path, tensors: dict[str, Any]):
-    assert ostraka.copy(llama, str(place / "copied")).copied == 1
-    there = str(place / "copied")
+def test_in_a_bucket(bucket: str, llama: Path, tensors: dict[str, Any]):
+    there = f"{bucket}/copied"
+    assert ostraka.copy(llama, there).copied == 1
     assert_is_model(ostraka.restore(there, like=abstract_model(), names="hf"), tensors)
     part = ostraka.open(there)["model.norm.weight"][3:7]
     assert np.array_equal(part, tensors["model.norm.weight"][3:7])
@@ -469,14 +458,6 @@ def test_a_manager_is_not_confused(tmp_path: Path, llama: Path):
         (tmp_path / "run" / "step_9" / "model-00001-of-00004.safetensors").unlink()
         assert ostraka.Manager(tmp_path / "run", read_only=True).steps() == [3]
         assert np.array_equal(ostraka.restore(tmp_path / "run")["w"], np.ones(3))
-
-
-def test_what_is_not_there(tmp_path: Path):
-    with pytest.raises(CheckpointNotFound, match="there is no such directory"):
-        ostraka.open(tmp_path / "nothing.safetensors")
-    save_file({"a": np.ones(2)}, tmp_path / "weights.bin")
-    with pytest.raises(NotACheckpoint, match="its name does not end in .safetensors; rename it"):
-        ostraka.open(tmp_path / "weights.bin")
 
 
 def test_saving_it_with_ostraka_and_back(tmp_path: Path, llama: Path, tensors: dict[str, Any]):

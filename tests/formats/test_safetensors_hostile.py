@@ -1,10 +1,8 @@
 """Directories of safetensors files that are damaged, or made by a stranger."""
 
 import json
-import os
-import resource
+import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,9 @@ import pytest
 from safetensors.numpy import save
 
 import ostraka
+from hostile_directories import INSTEAD, Make
 from ostraka.errors import Damaged, OstrakaError
+from peaks import extra_bytes
 
 NAME = "model-00001-of-00001.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -119,18 +119,18 @@ def test_json_files(directory: Path, name: str, text: str):
         ostraka.open(directory)
 
 
-def make_link_to_blobs(path: Path) -> None:
-    (path.parent.parent.parent / "blobs").mkdir(exist_ok=True)
-    digest = "0" * 64
-    (path.parent.parent.parent / "blobs" / digest).write_bytes(save({"w": np.arange(4)}))
-    path.symlink_to(f"../../blobs/{digest}")  # and this is no snapshot of the hub's cache
+def link_to_blobs(path: Path, outside: Path) -> None:
+    """As in the hub's cache, but this is no snapshot of it."""
+    blob = path.parents[2] / "blobs" / ("0" * 64)
+    blob.parent.mkdir(exist_ok=True)
+    shutil.copy(outside, blob)
+    path.symlink_to(f"../../blobs/{blob.name}")
 
 
-KINDS: dict[str, Callable[[Path], None]] = {
-    "link": lambda path: path.symlink_to("../outside.safetensors"),
-    "blobs": make_link_to_blobs,
-    "pipe": os.mkfifo,
-    "directory": Path.mkdir,
+KINDS: dict[str, Make] = {
+    "a link": lambda path, outside: path.symlink_to(outside),
+    "a link to blobs": link_to_blobs,
+    **{kind: INSTEAD[kind] for kind in ("a pipe", "a directory")},
 }
 
 
@@ -139,7 +139,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 def test_what_is_no_file(directory: Path, kind: str, name: str):
     """Nothing is followed, nothing waited for."""
     (directory / name).unlink()
-    KINDS[kind](directory / name)
+    KINDS[kind](directory / name, directory.parent / "outside.safetensors")
     with pytest.raises((Damaged, OstrakaError), match=name):
         ostraka.open(directory)
 
@@ -149,11 +149,12 @@ def test_a_small_file_does_not_take_much_memory(directory: Path):
     with open(directory / NAME, "wb") as file:
         file.write(packed(b"{", length=99_000_000))
         file.truncate(1 << 33)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(Damaged, match="it can't be read as JSON"):
-        ostraka.open(directory)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    assert grown < 400 << 20
+
+    def read() -> None:
+        with pytest.raises(Damaged, match="it can't be read as JSON"):
+            ostraka.open(directory)
+
+    assert extra_bytes(read) < 400 << 20
 
 
 def test_a_file_that_changes_after_it_was_opened(directory: Path):

@@ -1,11 +1,10 @@
 """Four processes read a Hugging Face directory: each its own ranges, and no more."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -15,12 +14,12 @@ from ostraka.testing import run_processes
 from test_safetensors import CONFIG, auto_mesh, llama_tensors, write_hf
 
 WIDE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
+    "hidden_size": 640,
+    "intermediate_size": 1760,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 2048,
+    "head_dim": 80,
+    "vocab_size": 1024,
 }
 SPECS: dict[str, Any] = {
     "whole": P,
@@ -31,25 +30,34 @@ SPECS: dict[str, Any] = {
 }
 
 
-Case = tuple[str, str, Any]
-"""A path, the kind of its specs, and its names."""
+class Case(NamedTuple):
+    path: str
+    specs: str
+    names: Any
+    options: dict[str, Any]
 
 
-def restore_cases(cases: list[Case], share_reads: bool | None) -> list[list[int]]:
-    """Restore each case onto all processes.
+class Found(NamedTuple):
+    """In bytes: what this process has read, and holds; what all have read, the most that one has;
+    and the model."""
 
-    Returns the bytes that this process has read, those that it holds, those that all have read, the
-    most that one has, and those of the model.
-    """
+    read: int
+    held: int
+    in_all: int
+    most: int
+    total: int
+
+
+def restore_cases(cases: list[Case]) -> list[Found]:
+    """Restore each case onto all processes."""
     like = nnx.eval_shape(lambda: make_decoder({**CONFIG, **WIDE}, has_head=True))
     mesh, tensors = auto_mesh(x=8), llama_tensors(**WIDE)
     # The first restore imports what all need.
-    ostraka.restore(cases[0][0], like=like, names=cases[0][2], mesh=mesh, specs=P())
-    options: dict[str, Any] = {} if share_reads is None else {"share_reads": share_reads}
-    found: list[list[int]] = []
-    for path, kind, names in cases:
+    ostraka.restore(cases[0].path, like=like, names=cases[0].names, mesh=mesh, specs=P())
+    found: list[Found] = []
+    for path, specs, names, options in cases:
         records: list[Any] = []
-        options |= {"names": names, "mesh": mesh, "specs": SPECS[kind]()}
+        options |= {"names": names, "mesh": mesh, "specs": SPECS[specs]()}
         before = bytes_read()
         model = ostraka.restore(path, like=like, on_record=records.append, **options)
         read = bytes_read() - before
@@ -58,8 +66,8 @@ def restore_cases(cases: list[Case], share_reads: bool | None) -> list[list[int]
         shards = [{str(s.index): s.data.nbytes for s in a.addressable_shards} for a in arrays]
         held = sum(sum(by_index.values()) for by_index in shards)
         total = sum(array.nbytes for array in arrays)
-        record = records[0]
-        found.append([read, held, record.bytes, int(record.process_bytes.most), total])
+        most = int(records[0].process_bytes.most)
+        found.append(Found(read, held, records[0].bytes, most, total))
     return found
 
 
@@ -78,61 +86,30 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-def run_cases(cases: list[Case], share_reads: bool | None = None) -> list[tuple[Any, ...]]:
-    """What each process found for each case, with the kind and the path of the case."""
-    results = run_processes(
-        restore_cases, cases, share_reads, processes=4, devices_per_process=2, timeout_s=600
-    )
-    return [
-        (case[:2], *found)
-        for result in results
-        for case, found in zip(cases, result.value, strict=True)
-    ]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
-    """A model in three layouts: where it is, and its names."""
-    root, tensors = tmp_path_factory.mktemp("models"), llama_tensors(**WIDE)
-    made: dict[str, tuple[str, Any]] = {"apart": (str(root / "apart"), "hf")}
-    write_hf(root / "apart", tensors, **WIDE)
-    for layout in ("in rows", "by group"):
-        write_hf(root / layout, fused(tensors, layout), **WIDE)
-        made[layout] = (str(root / layout), rules_for(layout))
-    return made
-
-
-def test_each_reads_its_share(models: dict[str, tuple[str, Any]]):
-    kinds = {"apart": ["fsdp", "tp", "inputs", "outputs"]}
-    cases = [
-        (path, kind, names)
-        for layout, (path, names) in models.items()
-        for kind in kinds.get(layout, ["tp", "inputs", "outputs"])
-    ]
-    for case, read, held, _, _, total in run_cases(cases, share_reads=False):
-        assert held < total / 2, case
-        assert held <= read <= 1.1 * held, case
-
-
-def test_shared_reads(models: dict[str, tuple[str, Any]]):
-    """What several need is read once: of a model that all have whole, each reads a quarter."""
-    cases = [(path, "whole", names) for path, names in models.values()]
-    for case, _, _, in_all, most, total in run_cases(cases, share_reads=True):
-        assert in_all <= 1.1 * total, case
-        assert most <= 0.35 * total, case
-
-
-def test_a_bucket_is_read_once(models: dict[str, tuple[str, Any]], bucket: str):
-    """Also where processes need parts of the same rows, which are too short for requests."""
+def test_each_reads_its_share_and_what_several_need_is_read_once(tmp_path: Path, bucket: str):
+    tensors = llama_tensors(**WIDE)
     cases: list[Case] = []
-    for layout, kind in (("apart", "fsdp"), ("apart", "inputs"), ("in rows", "inputs")):
-        path, names = models[layout]
+    for layout in ("apart", "in rows", "by group"):
+        path, names = str(tmp_path / layout), rules_for(layout)
+        write_hf(Path(path), fused(tensors, layout), files=2, **WIDE)
+        kinds = [*(["fsdp"] if layout == "apart" else []), "tp", "inputs", "outputs"]
+        cases += [Case(path, specs, names, {"share_reads": False}) for specs in kinds]
+        # Of a model that all have whole, each reads a quarter.
+        cases.append(Case(path, "whole", names, {"share_reads": True}))
+        # In a bucket also where processes need parts of the same rows, too short for requests.
         there = f"{bucket}/{layout.replace(' ', '-')}"
         ostraka.copy(path, there)
-        cases.append((there, kind, names))
-    for case, _, _, in_all, most, total in run_cases(cases):
-        assert in_all <= 1.1 * total, case
-        assert most <= 0.35 * total, case
+        in_bucket = {"apart": ["fsdp", "inputs"], "in rows": ["inputs"]}.get(layout, [])
+        cases += [Case(there, specs, names, {}) for specs in in_bucket]
+    processes: Any = {"processes": 4, "devices_per_process": 2, "timeout_s": 600}
+    for result in run_processes(restore_cases, cases, **processes):
+        for case, found in zip(cases, result.value, strict=True):
+            if case.options.get("share_reads") is False:
+                assert found.held < found.total / 2, case
+                assert found.held <= found.read <= 1.1 * found.held, case
+            else:
+                assert found.in_all <= 1.1 * found.total, case
+                assert found.most <= 0.35 * found.total, case
 
 
 # Queries, keys and values in one tensor
@@ -140,27 +117,31 @@ def test_a_bucket_is_read_once(models: dict[str, tuple[str, Any]], bucket: str):
 
 def fused(tensors: dict[str, Any], layout: str) -> dict[str, Any]:
     """One after the other, as Phi-3 has them, or a group of heads after the other."""
+    if layout == "apart":
+        return tensors
     left, made = dict(tensors), {}
     for n in range(CONFIG["num_hidden_layers"]):
         at = f"model.layers.{n}."
         q, k, v = (left.pop(f"{at}self_attn.{name}_proj.weight") for name in "qkv")
         gate, up = (left.pop(f"{at}mlp.{name}_proj.weight") for name in ("gate", "up"))
         made[f"{at}mlp.gate_up_proj.weight"] = np.concatenate([gate, up])
-        groups = [array.reshape(4, -1, 128, 1024) for array in (q, k, v)]
+        groups = [array.reshape(4, -1, 80, 640) for array in (q, k, v)]
         rows = np.concatenate([q, k, v]) if layout == "in rows" else np.concatenate(groups, axis=1)
-        made[f"{at}self_attn.qkv_proj.weight"] = rows.reshape(-1, 1024)
+        made[f"{at}self_attn.qkv_proj.weight"] = rows.reshape(-1, 640)
     return {**left, **made}
 
 
-def rules_for(layout: str) -> dict[str, Any]:
+def rules_for(layout: str) -> Any:
+    if layout == "apart":
+        return "hf"
     attn, mlp = "layers/{n}/self_attn", "layers/{n}/mlp"
-    sizes = {"q": 1024, "k": 512, "v": 512} if layout == "in rows" else {"q": 2, "k": 1, "v": 1}
+    sizes = {"q": 640, "k": 320, "v": 320} if layout == "in rows" else {"q": 2, "k": 1, "v": 1}
     into = {f"{attn}/{name}_proj/kernel": size for name, size in sizes.items()}
     qkv: dict[str, Any] = {"transpose": True, "cut": {"axis": 1, "into": into}}
     if layout == "by group":
         qkv["cut"]["axis"] = 2
-        qkv |= {"split": {1: [4, 4, 128]}, "merge": {1: [4, -1, 128]}}
-    gate_up = {f"{mlp}/gate_proj/kernel": 2816, f"{mlp}/up_proj/kernel": -1}
+        qkv |= {"split": {1: [4, 4, 80]}, "merge": {1: [4, -1, 80]}}
+    gate_up = {f"{mlp}/gate_proj/kernel": 1760, f"{mlp}/up_proj/kernel": -1}
     return {
         "model.layers.{n}.self_attn.qkv_proj.weight": qkv,
         "model.layers.{n}.mlp.gate_up_proj.weight": {

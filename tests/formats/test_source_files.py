@@ -50,28 +50,26 @@ def values_of(arrays: Any) -> set[float]:
 # Opened, then replaced
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_a_file_that_changes_after_the_model_was_opened(tmp_path: Path, how: str):
-    write_model(tmp_path, 1.0)
-    opened = ostraka.open(tmp_path)
-    assert values_of([opened["k1"][...]]) == {1.0}
-    change_file(tmp_path / MODEL_FILES[0], model_bytes(0, 2.0), how)
-    with pytest.raises(Busy, match=f"{MODEL_FILES[0]} has changed since it was opened"):
-        opened["k1"][:2]
-    assert values_of([opened["k2"][...]]) == {1.0}
-    for number, name in enumerate(MODEL_FILES[1:], start=1):
-        change_file(tmp_path / name, model_bytes(number, 2.0), how)
-    assert values_of(array[...] for array in ostraka.open(tmp_path).values()) == {2.0}
-
-
-def test_an_object_that_changes_after_the_model_was_opened(bucket: str):
-    place = BucketPath(bucket)
+@pytest.mark.parametrize("how", [*HOWS, "in a bucket"])
+def test_a_file_that_changes_after_the_model_was_opened(
+    tmp_path: Path, how: str, request: pytest.FixtureRequest
+):
+    is_bucket = how == "in a bucket"
+    place = BucketPath(request.getfixturevalue("bucket")) if is_bucket else tmp_path
     write_model(place, 1.0)
     opened = ostraka.open(place)
-    (place / MODEL_FILES[0]).write_bytes(model_bytes(0, 2.0))
-    with pytest.raises(Busy, match="has changed since it was opened"):
-        opened["k1"][:2]
-    assert values_of([opened["k2"][...]]) == {1.0}
+    assert values_of([opened["k1"][...]]) == {1.0}
+    for number, name in enumerate(MODEL_FILES):
+        data = model_bytes(number, 2.0)
+        if isinstance(place, Path):
+            change_file(place / name, data, how)
+        else:
+            (place / name).write_bytes(data)
+        if number == 0:
+            with pytest.raises(Busy, match=f"{name} has changed since it was opened"):
+                opened["k1"][:2]
+            assert values_of([opened["k2"][...]]) == {1.0}
+    assert values_of(array[...] for array in ostraka.open(place).values()) == {2.0}
 
 
 def test_a_model_whose_shapes_are_read_by_another_configuration(tmp_path: Path):
@@ -206,13 +204,22 @@ def converted(path: Path | str, to: str) -> dict[str, set[float]]:
 NEW = {f"k{number}": {2.0} for number in range(1, 5)}
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize(
+    ("to", "is_bucket"), [*((to, False) for to in TARGETS), ("hf", True)], ids=str
+)
 def test_a_conversion_that_goes_on_with_another_source(
-    tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    to: Any,
+    is_bucket: bool,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
     cut_small(monkeypatch)
     write_model(tmp_path / "a", 1.0)
-    target = tmp_path / TARGETS[to]
+    target = request.getfixturevalue("bucket") if is_bucket else tmp_path / TARGETS[to]
+    if is_bucket:
+        monkeypatch.setattr("ostraka.transfer.convert._tensor_files.MAX_FILE_BYTES", 1 << 12)
     # One file after the other, so that some are finished.
     slow = FaultyStore(target, traits=Traits(at_once=1)) if to == "ostraka" else target
     with pytest.raises(KeyboardInterrupt, match="enough"):
@@ -225,19 +232,6 @@ def test_a_conversion_that_goes_on_with_another_source(
     told = [record.message for record in caplog.records if "starts over" in record.message]
     assert len(told) == 1
     assert str(target) in told[0]
-
-
-def test_a_conversion_in_a_bucket_that_goes_on_with_another_source(
-    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
-):
-    cut_small(monkeypatch)
-    monkeypatch.setattr("ostraka.transfer.convert._tensor_files.MAX_FILE_BYTES", 1 << 12)
-    write_model(tmp_path / "a", 1.0)
-    with pytest.raises(KeyboardInterrupt, match="enough"):
-        ostraka.convert(tmp_path / "a", bucket, to="hf", on_bytes=interrupt_at(40))
-    write_model(tmp_path / "a", 2.0)
-    assert ostraka.convert(tmp_path / "a", bucket, to="hf").bytes_kept == 0
-    assert converted(bucket, "hf") == NEW
 
 
 @pytest.mark.parametrize("to", TARGETS)

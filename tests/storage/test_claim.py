@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,17 +23,15 @@ import pytest
 
 import ostraka
 from figures import Figures
+from mounts import in_memory
 from ostraka.errors import Busy, SaveFailed, StoreError
 from ostraka.manager.retain import remove_step
 from ostraka.manager.steps import Root
 from ostraka.saving.place import collect_garbage
 from ostraka.storage import Claim, LocalStore, MemoryStore, _claim, claimed, is_claim, open_store
-from ostraka.storage._object import ObjectStore
 from ostraka.testing import FaultyStore
 from places import Place
-from suspended import LONG_S, Suspended
-
-SHARED_MEMORY = "/dev/shm"
+from suspended import LONG_S, Suspended, hurry
 
 
 def tree_of(number: int) -> dict[str, Any]:
@@ -50,21 +47,14 @@ def number_in(path: Any) -> int:
 @pytest.fixture
 def fast(tmp_path: Path) -> Iterator[Path]:
     """A directory where a sync costs nothing, if there is one."""
-    if not os.path.isdir(SHARED_MEMORY):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
-        yield Path(directory)
+    with in_memory(tmp_path) as directory:
+        yield directory
 
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Owners that stand still are soon taken for dead."""
-    monkeypatch.setattr(_claim, "RENEW_EVERY_S", 0.02)
-    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 0.1)
-    monkeypatch.setattr(_claim, "_PAUSES_S", (0.01, 0.02, 0.04))
-    for kind in (LocalStore, MemoryStore, ObjectStore):
-        monkeypatch.setattr(kind, "traits", replace(kind.traits, look_every_s=0.01))
+    hurry(monkeypatch, 0.02, 0.1, look_every_s=0.01)
     return monkeypatch
 
 

@@ -16,8 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ import pytest
 import ostraka
 from figures import Figures
 from ostraka.errors import Busy, OstrakaError
-from ostraka.saving import place as _leftovers
-from ostraka.storage import LocalStore, _claim, is_claim, open_store
+from ostraka.storage import is_claim, open_store
 from ostraka.testing import FaultyStore
+from suspended import hurry
 
 LONG_S = 120.0
 OPERATIONS = (
@@ -42,21 +41,6 @@ ON_DISK_S, IN_BUCKETS_S = (0.05, 0.3), (0.3, 4.5)
 """How often claims are renewed, and when they are dead. Signed requests end at whole seconds."""
 
 
-def hurry(patch: pytest.MonkeyPatch, renew_every_s: float, dead_after_s: float) -> None:
-    """Owners that stand still are soon taken for dead, here and in the worker."""
-    patch.setattr(_claim, "RENEW_EVERY_S", renew_every_s)
-    patch.setattr(_claim, "DEAD_AFTER_S", dead_after_s)
-    patch.setattr(_claim, "_PAUSES_S", (0.01, 0.02, 0.04))
-    patch.setattr(_leftovers, "GONE_AFTER_S", 0.0)
-    kinds: list[Any] = [LocalStore]
-    with suppress(ImportError):
-        from ostraka.storage._object import ObjectStore
-
-        kinds.append(ObjectStore)
-    for kind in kinds:
-        patch.setattr(kind, "traits", replace(kind.traits, look_every_s=LOOK_EVERY_S))
-
-
 def tree_of(number: int) -> dict[str, Any]:
     return {"w": np.full(1000, number), "v": np.full((3, 5), number), "number": number}
 
@@ -65,7 +49,7 @@ def tree_of(number: int) -> dict[str, Any]:
 
 
 def work(renew_every_s: float, dead_after_s: float) -> None:
-    hurry(pytest.MonkeyPatch(), renew_every_s, dead_after_s)
+    hurry(pytest.MonkeyPatch(), renew_every_s, dead_after_s, LOOK_EVERY_S)
     ostraka.save("memory://warm", tree_of(0))
     print("ready", flush=True)
     for line in sys.stdin:
@@ -297,7 +281,8 @@ def run_trial(
 @pytest.fixture
 def place(tmp_path: Path, request: pytest.FixtureRequest, kind: str) -> Place:
     if kind in ("moto", "seaweed"):
-        return Place(request.getfixturevalue("stops_bucket"), True, 0.02, IN_BUCKETS_S)
+        bucket = request.getfixturevalue("new_bucket")(kind)
+        return Place(str(bucket), True, 0.02, IN_BUCKETS_S)
     return Place(str(tmp_path / "places"), kind == "disk with locks", 0.02, ON_DISK_S)
 
 
@@ -309,16 +294,6 @@ def workers(tmp_path: Path, place: Place) -> Iterator[list[Worker]]:
     yield workers
     for worker in workers:
         worker.close()
-
-
-@pytest.fixture
-def stops_bucket(
-    request: pytest.FixtureRequest, servers: Any, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    server = servers(request.getfixturevalue("kind"))
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    return f"{server.url}/{os.urandom(8).hex()}"
 
 
 ROUNDS = {"disk with locks": 200, "disk without locks": 240, "moto": 240, "seaweed": 60}
@@ -333,7 +308,7 @@ def test_a_process_that_is_stopped_at_any_moment_deletes_nothing_newer(
     monkeypatch: pytest.MonkeyPatch,
     figures: Figures,
 ):
-    hurry(monkeypatch, *place.times_s)
+    hurry(monkeypatch, *place.times_s, LOOK_EVERY_S)
     rounds = ROUNDS[kind]
     usual_s: dict[str, float] = {}
 

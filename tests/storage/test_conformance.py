@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from ostraka import testing
-from ostraka.storage import ANYTHING, FileInfo, LocalStore, MemoryStore, Store, Traits, open_store
+from ostraka.storage import (
+    ANYTHING,
+    FileInfo,
+    LocalStore,
+    MemoryStore,
+    Store,
+    Traits,
+    _claim,
+    open_store,
+)
 from ostraka.testing import FaultyStore, StoreTests
 from programs import run_quietly
 from user_store import Reader, SqliteStore, Writer
@@ -39,6 +48,8 @@ class InBuckets(StoreTests):
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         self.url = server.url
+        # Whoever finds a claim waits until it is renewed. A bucket tells times in whole seconds.
+        monkeypatch.setattr(_claim, "RENEW_EVERY_S", 1.5)
 
     def make_store(self, directory: Path) -> Store:
         return open_store(f"{self.url}/conformance{directory}/place")

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 from typing import Any
 
@@ -15,11 +15,10 @@ import ostraka
 from ostraka.errors import Busy
 from ostraka.manager.retain import remove_step
 from ostraka.manager.steps import Root
-from ostraka.saving import place as _place
-from ostraka.storage import Claim, _claim, _object, claimed, is_claim, open_store
+from ostraka.storage import Claim, _object, claimed, is_claim, open_store
 from ostraka.storage._object import ObjectStore
 from ostraka.testing import FaultyStore
-from suspended import LONG_S, Suspended
+from suspended import LONG_S, Suspended, hurry
 
 BUCKETS = pytest.mark.parametrize(
     "bucket",
@@ -32,10 +31,7 @@ TREE = {"w": np.arange(100), "v": np.ones(3)}
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fast as signed requests allow, which end at whole seconds."""
-    monkeypatch.setattr(_claim, "RENEW_EVERY_S", 0.3)
-    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 4.5)
-    monkeypatch.setattr(_place, "GONE_AFTER_S", 0.0)
-    monkeypatch.setattr(ObjectStore, "traits", replace(ObjectStore.traits, look_every_s=0.05))
+    hurry(monkeypatch, 0.3, 4.5, look_every_s=0.05)
 
 
 def remove(store: FaultyStore) -> None:
@@ -57,23 +53,30 @@ def make_again(path: str, beside: str, *, without: str) -> None:
 
 
 @BUCKETS
-@pytest.mark.parametrize(
-    ("name", "without"),
-    [("_METADATA", "_METADATA"), ("_METADATA", ".safetensors"), ("shards-[0-9a-f]+", "")],
-)
 def test_a_removal_that_stood_still_deletes_nothing_of_a_copy_of_the_same_save(
-    bucket: str, name: str, without: str, hurried: None, caplog: pytest.LogCaptureFixture
+    bucket: str, hurried: None, caplog: pytest.LogCaptureFixture
 ):
     """Between the check of its claim and the request: the copy has the same names and bytes."""
-    ostraka.save(f"{bucket}/run/7", TREE)
-    ostraka.copy(f"{bucket}/run/7", f"{bucket}/beside")
-    is_next = re.compile(f"remove 7/{name}").fullmatch
-    removal = Suspended(
-        f"{bucket}/run", remove, lambda verb, name: is_next(f"{verb} {name}") is not None
-    )
-    make_again(f"{bucket}/run/7", f"{bucket}/beside", without=without)
-    assert isinstance(removal.finish(), Busy), removal.outcome
-    assert ostraka.verify(f"{bucket}/run/7").ok
+
+    def check(case: tuple[str, str, str]) -> None:
+        place, name, without = case
+        ostraka.save(f"{bucket}/{place}/7", TREE)
+        ostraka.copy(f"{bucket}/{place}/7", f"{bucket}/{place}-beside")
+        is_next = re.compile(f"remove 7/{name}").fullmatch
+        removal = Suspended(
+            f"{bucket}/{place}", remove, lambda verb, name: is_next(f"{verb} {name}") is not None
+        )
+        make_again(f"{bucket}/{place}/7", f"{bucket}/{place}-beside", without=without)
+        assert isinstance(removal.finish(), Busy), (case, removal.outcome)
+        assert ostraka.verify(f"{bucket}/{place}/7").ok, case
+
+    cases = [
+        ("a", "_METADATA", "_METADATA"),
+        ("b", "_METADATA", ".safetensors"),
+        ("c", "shards-[0-9a-f]+", ""),
+    ]
+    with ThreadPoolExecutor() as pool:  # Each waits for a claim to expire.
+        list(pool.map(check, cases))
     assert "put back" not in caplog.text  # It was there all the time.
 
 

@@ -53,12 +53,13 @@ S3 = pytest.mark.parametrize("bucket", ["moto"], indirect=True)
 """For what is asked of S3 alone, whatever store the others use."""
 
 
-def mesh() -> Mesh:
-    return jax.make_mesh((8,), ("data",))
+def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 def sharded_tree(leaves: int, rows: int) -> dict[str, Any]:
-    placed = NamedSharding(mesh(), P("data"))
+    placed = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
     return {
         f"w{n}": jax.device_put(np.full((8, rows), n, np.float32), placed) for n in range(leaves)
     }
@@ -109,7 +110,7 @@ def recover_after(proxy: Proxy, faults: int) -> threading.Thread:
 
 
 @S3
-@pytest.mark.parametrize(("leaves", "rows"), [(2, 4), (2, 3 << 20), (3000, 1)])
+@pytest.mark.parametrize(("leaves", "rows"), [(2, 4), (2, 3 << 19), (3000, 1)])
 def test_requests_are_as_planned(bucket: str, proxy: Proxy, leaves: int, rows: int):
     """For files that are one request, those that are uploaded in parts, and long headers."""
     tree = sharded_tree(leaves, rows)
@@ -121,7 +122,7 @@ def test_requests_are_as_planned(bucket: str, proxy: Proxy, leaves: int, rows: i
     assert_same(ostraka.restore(bucket), tree)
     assert proxy.requests.total() == plan.restore().requests.most
     # Large ranges apart, a request for each file, and three for what is there.
-    assert plan.restore().requests.most == 11 + (8 * 3 if rows == 3 << 20 else 0)
+    assert plan.restore().requests.most == 11 + (8 if rows == 3 << 19 else 0)
     proxy.requests.clear()
     ostraka.save(bucket, tree)
     assert without_renewals(proxy.requests) == sum(plan.requests_by_process) + 11
@@ -190,7 +191,7 @@ def without_renewals(requests: Counter[str], saves: int = 1) -> int:
 # Faults on the way
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("rate", [0.05, 0.2])
 def test_harm_on_the_way(bucket: str, proxy: Proxy, rate: float):
     outcomes, expected = [], None
     for number in range(6):
@@ -210,7 +211,7 @@ def test_harm_on_the_way(bucket: str, proxy: Proxy, rate: float):
         assert_same(found["large"], np.full(3 << 20, int(found["small"][0]), np.float32))
         if outcomes[-1] == "saved":
             assert_same(found, expected)
-    assert proxy.harmed or rate < 0.05
+    assert proxy.harmed
     assert outcomes.count("saved") >= 4, outcomes
     assert ostraka.verify(bucket).ok
 
@@ -224,25 +225,24 @@ def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     _cloud._open_bucket.cache_clear()
 
 
-@S3
+@pytest.mark.parametrize("bucket", ["moto", "google"], indirect=True)
 def test_there_is_no_such_bucket(bucket: str):
-    path = "s3://no-such-bucket/run"
-    with pytest.raises(
-        StoreError, match="can't list s3://no-such-bucket/run: there is no such buc"
-    ):
-        ostraka.save(path, {"a": 1})
-    with pytest.raises(StoreError, match="there is no such bucket; create it, or correct the path"):
-        ostraka.restore(path)
+    path = f"{bucket.partition(':')[0]}://no-such-bucket/run"
+    for call in (ostraka.restore, partial(ostraka.save, tree={"a": 1})):
+        with pytest.raises(
+            StoreError,
+            match=f"can't list {path}.*: there is no such bucket; create it, or correct the path",
+        ):
+            call(path)
 
 
 @pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
 def test_wrong_credentials(bucket: str, monkeypatch: pytest.MonkeyPatch):
     ostraka.save(f"{bucket}/c", {"a": 1})
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(StoreError, match="does not know these credentials; check the key"):
-        ostraka.restore(f"{bucket}/c")
-    with pytest.raises(StoreError, match="does not know these credentials; check the key"):
-        ostraka.save(f"{bucket}/d", {"a": 1})
+    for call in (ostraka.restore, partial(ostraka.save, tree={"a": 1})):
+        with pytest.raises(StoreError, match="does not know these credentials; check the key"):
+            call(f"{bucket}/c")
 
 
 @pytest.mark.parametrize(
@@ -275,9 +275,8 @@ def test_what_a_server_refuses_has_its_remedy(
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        for name, value in KEYS.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        set_all(monkeypatch, KEYS | {"AWS_ENDPOINT_URL": endpoint})
         for ask in (ostraka.open, Manager, lambda path: ostraka.save(path, {"a": 1})):
             with pytest.raises(StoreError, match=message):
                 ask(f"s3://{BUCKET}/c")
@@ -298,8 +297,7 @@ def patience(monkeypatch: pytest.MonkeyPatch, *, at_first_ms: int, later_ms: int
 
 @pytest.mark.parametrize("host", ["127.0.0.1:9", "no-such-host.invalid"])
 def test_a_store_that_never_answered_is_given_up_soon(host: str, monkeypatch: pytest.MonkeyPatch):
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://{host}"}.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, KEYS | {"AWS_ENDPOINT_URL": f"http://{host}"})
     patience(monkeypatch, at_first_ms=33, later_ms=60_000)
     save = partial(ostraka.save, tree={"a": 1})
     for ask in (ostraka.restore, ostraka.open, ostraka.verify, Manager, save):
@@ -413,10 +411,9 @@ def test_a_secret_of_the_environment_is_not_repeated(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_cloud, "_AT_FIRST", {"retry_timeout": timedelta(seconds=0.1)})
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:hunter2@127.0.0.1:{port}")
     secret = {"AWS_SECRET_ACCESS_KEY": "hunter2-of-at-least-sixteen"}
-    for name, value in (KEYS | secret).items():
-        monkeypatch.setenv(name, value)
+    endpoint = {"AWS_ENDPOINT_URL": f"http://user:hunter2@127.0.0.1:{port}"}
+    set_all(monkeypatch, KEYS | secret | endpoint)
     with pytest.raises(StoreError, match="can't be reached") as refused:
         ostraka.open("s3://bucket/run")
     assert "127.0.0.1" in str(refused.value.__cause__)
@@ -425,12 +422,20 @@ def test_a_secret_of_the_environment_is_not_repeated(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["user:hunter2@host:9000", "http://user:hunter2@host:port", "x"]
+    ("path", "variable", "endpoint"),
+    [
+        ("s3://bucket/run", "AWS_ENDPOINT_URL", "user:hunter2@host:9000"),
+        ("s3://bucket/run", "AWS_ENDPOINT_URL", "http://user:hunter2@host:port"),
+        ("s3://bucket/run", "AWS_ENDPOINT_URL", "x"),
+        ("gs://bucket/run", "GOOGLE_BASE_URL", "localhost:9000"),
+    ],
 )
-def test_an_endpoint_that_is_no_url(monkeypatch: pytest.MonkeyPatch, endpoint: str):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+def test_an_endpoint_that_is_no_url(
+    monkeypatch: pytest.MonkeyPatch, path: str, variable: str, endpoint: str
+):
+    monkeypatch.setenv(variable, endpoint)
     with pytest.raises(StoreError, match="is no URL such as https://host:9000") as refused:
-        ostraka.open("s3://bucket/run")
+        ostraka.open(path)
     assert "hunter2" not in "".join(traceback.format_exception(refused.value))
 
 
@@ -492,8 +497,7 @@ def test_a_given_store_is_not_looked_for_on_another_server(
     servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
 ):
     """The name of a given store leads to another server, where there is a step of that name."""
-    for name, value in servers("seaweed").environment.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, dict(servers("seaweed").environment))
     ostraka.save(f"s3://{BUCKET}/elsewhere/step_7", {"on": "the other server"})
     for path in ("elsewhere/7", "elsewhere"):
         with pytest.raises(CheckpointNotFound, match="there is no such directory$"):
@@ -501,21 +505,18 @@ def test_a_given_store_is_not_looked_for_on_another_server(
 
 
 def test_given_stores_of_one_name_on_two_servers(servers: Callable[[str], Server]):
-    places = [given_store(servers(kind), "one-name") for kind in ("moto", "seaweed")]
+    here, there = (given_store(servers(kind), "one-name") for kind in ("moto", "seaweed"))
     tree = {"a": np.arange(100_000)}
-    ostraka.save(places[0], tree)
-    ostraka.copy(*places)
-    assert_same(ostraka.restore(places[1]), tree)
-    shard = max(
-        (file["size"], file["path"])
-        for file in obstore.list(places[0]).collect()
-        if file["path"].endswith(".safetensors")
-    )[1]
-    data = bytearray(obstore.get(places[0], shard).bytes())
-    data[-1] ^= 1
-    obstore.put(places[0], shard, bytes(data))
-    assert ostraka.repair(places[0], sources=places[1]).repaired
-    assert_same(ostraka.restore(places[0]), tree)
+    ostraka.save(here, tree)
+    assert ostraka.convert(here, there, to="ostraka").arrays == 1
+    open_store(there).delete("")
+    ostraka.copy(here, there)
+    assert_same(ostraka.restore(there), tree)
+    shard = next(f.name for f in open_store(here).files("") if f.name.endswith(".safetensors"))
+    data = open_store(here).get(shard)
+    open_store(here).put(shard, data[:-1] + bytes([data[-1] ^ 1]))
+    assert ostraka.repair(here, sources=there).repaired
+    assert_same(ostraka.restore(here), tree)
 
 
 def test_two_memories_of_obstore():
@@ -556,8 +557,7 @@ def test_what_tls_protects_is_not_signed(
     settings: dict[str, str], signs: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
-    for name, value in (KEYS | settings).items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, KEYS | settings)
     store: Any = open_store("s3://bucket/run")
     assert store._contact.lasting.config.get("unsigned_payload", "false") == str(not signs).lower()
 
@@ -568,14 +568,14 @@ def test_profiles_of_amazons_tools(
     for name in [*KEYS, "AWS_ENDPOINT_URL"]:
         monkeypatch.delenv(name, raising=False)
     server = servers("seaweed")
-    (tmp_path / "credentials").write_text(
-        "[training]\naws_access_key_id = testing\naws_secret_access_key = testing\n"
-    )
-    (tmp_path / "config").write_text(
-        f"[profile training]\nregion = us-east-1\nendpoint_url = {server.endpoint}\n"
-    )
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    files = {
+        "credentials": "[training]\naws_access_key_id = testing\naws_secret_access_key = testing\n",
+        "config": f"[profile training]\nregion = us-east-1\nendpoint_url = {server.endpoint}\n",
+    }
+    names = {"credentials": "AWS_SHARED_CREDENTIALS_FILE", "config": "AWS_CONFIG_FILE"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setenv(names[name], str(tmp_path / name))
     monkeypatch.setenv("AWS_PROFILE", "training")
     ostraka.save(f"s3://{BUCKET}/profile", {"a": 1})
     assert ostraka.restore(f"s3://{BUCKET}/profile") == {"a": 1}
@@ -612,10 +612,6 @@ def meet(place: str, number: int) -> None:
         time.sleep(0.005)
 
 
-def alone(number: int, function: str, *args: Any) -> Any:
-    return globals()[function](*args, number)
-
-
 @pytest.mark.parametrize(
     "bucket", ["moto", pytest.param("google", marks=pytest.mark.buckets)], indirect=True
 )
@@ -624,10 +620,10 @@ def test_two_runs_save_to_one_path(bucket: str, rounds: int, figures: Figures):
     outcomes: dict[int, list[str]] = {}
 
     def run(number: int) -> None:
-        results = run_processes(
-            alone, number, "save_beside_another", bucket, rounds, processes=1, timeout_s=1500
+        (result,) = run_processes(
+            save_beside_another, bucket, rounds, number, processes=1, timeout_s=1500
         )
-        outcomes[number] = results[0].value
+        outcomes[number] = result.value
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -805,11 +801,8 @@ def test_four_processes_save_and_others_restore(bucket: str):
     path = f"{bucket}/c"
     run_processes(save_leaves, path, processes=4, devices_per_process=2)
     assert ostraka.verify(path).ok
-    for processes, devices in ((2, 2), (1, 8)):
-        results = run_processes(
-            restore_leaves, path, processes=processes, devices_per_process=devices
-        )
-        assert [result.value for result in results] == [[]] * processes
+    results = run_processes(restore_leaves, path, processes=2, devices_per_process=2)
+    assert [*(result.value for result in results), restore_leaves(path)] == [[]] * 3
 
 
 def save_number(path: str, number: int, mark: str) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -420,25 +419,6 @@ def test_a_link_does_not_lead_into_the_source(tmp_path: Path, act: str, to: str,
     with pytest.raises((PathInTheWay, ValueError), match=told):
         getattr(ostraka, act)(sources, tmp_path / to)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_stores_of_one_name_on_two_servers_do_not_overlap(servers: Callable[[str], Any]):
-    from obstore.store import S3Store
-
-    options: Any = {
-        "client_options": {"allow_http": True},
-        "prefix": os.urandom(8).hex(),
-        "access_key_id": "testing",
-        "secret_access_key": "testing",
-        "region": "us-east-1",
-    }
-    here, there = (
-        S3Store("ostraka-tests", endpoint=servers(kind).endpoint, **options)
-        for kind in ("moto", "seaweed")
-    )
-    ostraka.save(here, {"w": np.arange(3)})
-    assert ostraka.convert(here, there, to="ostraka").arrays == 1
-    assert ostraka.restore(there)["w"].tolist() == [0, 1, 2]
 
 
 def test_places_that_overlap(tmp_path: Path):

@@ -310,7 +310,7 @@ def main(folder: Path) -> None:
     from ostraka.storage import _claim
 
     logging.disable()
-    _claim.RENEW_EVERY_S, _claim.DEAD_AFTER_S = 0.1, 0.5  # for claims that nobody renews
+    _claim.RENEW_EVERY_S, _claim.DEAD_AFTER_S = 0.05, 0.2  # for claims that nobody renews
     template = folder / "template"
     for step in (1, 2):
         tree = {"w": np.arange(12.0).reshape(3, 4), "n": np.int32(step)}

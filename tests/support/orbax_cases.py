@@ -58,8 +58,6 @@ FORMS = [Form(*form) for form in [
     ("step", False, False, True),
     ("v1", True, True, True),
     ("v1", False, False, False),
-    ("v1", False, True, False),
-    ("tree", True, True, True),
 ]]  # fmt: skip
 """Each two settings together in at least one."""
 

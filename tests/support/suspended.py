@@ -2,11 +2,29 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from ostraka.saving import place
+from ostraka.storage import LocalStore, MemoryStore, _claim
+from ostraka.storage._object import ObjectStore
 from ostraka.testing import FaultyStore
 
 LONG_S = 60.0
+
+
+def hurry(
+    patch: pytest.MonkeyPatch, renew_every_s: float, dead_after_s: float, look_every_s: float
+) -> None:
+    """Have owners that stand still soon taken for dead."""
+    patch.setattr(_claim, "RENEW_EVERY_S", renew_every_s)
+    patch.setattr(_claim, "DEAD_AFTER_S", dead_after_s)
+    patch.setattr(_claim, "_PAUSES_S", (0.01, 0.02, 0.04))
+    patch.setattr(place, "GONE_AFTER_S", 0.0)
+    for kind in (LocalStore, MemoryStore, ObjectStore):
+        patch.setattr(kind, "traits", replace(kind.traits, look_every_s=look_every_s))
 
 
 class Suspended:
