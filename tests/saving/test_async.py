@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -28,8 +28,8 @@ from mounts import mounted
 from numbered import threads_left
 from ostraka.errors import Busy, InvalidTree, PathInTheWay, SaveFailed
 from ostraka.saving import background
-from ostraka.testing import FaultyStore
 from places import Place, in_the_way
+from runs import writes_held
 from same import assert_same, data_of
 
 
@@ -38,23 +38,6 @@ def _no_save_left() -> Iterator[None]:
     yield
     with suppress(Exception):
         background.wait_for_background()
-
-
-@contextmanager
-def writes_held(path: Place) -> Generator[tuple[FaultyStore, threading.Event]]:
-    """A store in which no byte is written before the event is set, or the block is left."""
-    gate = threading.Event()
-
-    def wait(verb: str, name: str) -> None:
-        if verb == "write":
-            gate.wait()
-
-    try:
-        yield FaultyStore(path, before=wait), gate
-    finally:
-        gate.set()
-        with suppress(Exception):
-            background.wait_for_background()
 
 
 def make_mesh() -> Mesh:
@@ -246,7 +229,7 @@ def test_handle_tells_how_far_it_is(place: Place):
         with pytest.raises(TimeoutError, match="has not ended after 0 s"):
             handle.exception(0)
         assert ostraka.restore(place / "c")["x"].tolist() == [0] * 4  # nothing of it shows
-        gate.set()
+        gate.open()
         handle.wait(60)
     assert handle.done()
     assert handle.exception() is None
@@ -320,7 +303,7 @@ def test_second_save_waits_for_the_first(tmp_path: Path, begin: Callable[..., An
     records: list[Any] = []
 
     def wait_for_end(self: ostraka.SaveHandle, timeout: float | None = None) -> None:
-        timer = threading.Timer(0.2, gate.set)  # after somebody has begun to wait, not before
+        timer = threading.Timer(0.2, gate.open)  # after somebody has begun to wait, not before
         timer.start()
         real(self, timeout)
         timer.join()
@@ -349,7 +332,7 @@ def test_second_save_is_refused_if_asked(tmp_path: Path):
         with pytest.raises(Busy, match="is still under way"):
             ostraka.save_async(tmp_path / "c", {"x": 1}, if_busy="raise")
         assert not first.done()
-        gate.set()
+        gate.open()
         second.result().wait()
     assert not (tmp_path / "c").exists()
     ostraka.save_async(tmp_path / "c", {"x": 1}, if_busy="raise").wait()
@@ -424,7 +407,7 @@ def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(tmp_
 
     with writes_held(tmp_path / "c") as (store, gate):
         handles.append(ostraka.save_async(store, {"x": np.ones(3)}, on_commit=call_back))
-        gate.set()
+        gate.open()
         handles[0].wait()
     assert len(errors) == 3
 
