@@ -52,7 +52,8 @@ class Numbers:
 def elastic(change: Callable[[Any], Any] = lambda x: x, **given: Any) -> ElasticIterator:
     """Numbers from four shards, each changed."""
     make = given.pop("make_iterator", lambda shard: Numbers(shard, change=change))
-    return ElasticIterator(make, **({"shards": 4, "batch": 8} | given))
+    options: dict[str, Any] = {"shards": 4, "batch": 8} | given
+    return ElasticIterator(make, **options)
 
 
 def numbers(data: Any, count: int | None = None) -> list[list[int]]:
@@ -148,7 +149,7 @@ def test_the_state_is_that_of_the_batches_taken_not_of_those_prepared():
 
 def test_a_state_that_the_iterator_goes_on_to_change_is_kept():
     class Shared(Numbers):
-        def __init__(self, *given: int):
+        def __init__(self, *given: Any):
             super().__init__(*given)
             self.state = {"deep": [{"at": self.at}]}
 
