@@ -29,7 +29,7 @@ from ostraka.layout.spec import Target
 from ostraka.saving import _write_compressed
 from ostraka.saving._write_compressed import CompressedFile
 from ostraka.storage import open_store
-from ostraka.testing import FaultyStore, run_processes
+from ostraka.testing import FaultyStore
 from places import copy_tree, flip
 from same import assert_same, open_at
 from sealed import change_index, change_metadata
@@ -162,35 +162,6 @@ def test_other_stores(request: pytest.FixtureRequest, monkeypatch: Any, place: s
         assert_same(ostraka.restore(path), tree)
         assert is_compressed(path) == {"a": True, "b": is_large_compressed, "small": False}
         assert ostraka.verify(path).ok
-
-
-def save_with_others(path: str, other: str) -> tuple[str, str]:
-    mesh = jax.make_mesh((2, 2), ("x", "y"))
-    whole = weights(2048, 2048)
-    sharding = NamedSharding(mesh, P("x", "y"))
-    me = jax.process_index()
-    tree = {
-        "sharded": jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i]),
-        "same": weights(800, 1000),
-        "own": np.full((MIB,), me, np.int16),
-    }
-    ostraka.save(path, tree, compress="zstd")
-    return caught(lambda: ostraka.save(other, {"a": 1}, compress=None if me else "zstd"))
-
-
-def test_several_processes(tmp_path: Path):
-    paths = [str(tmp_path / "c"), str(tmp_path / "other")]
-    for result in run_processes(save_with_others, *paths, processes=2, devices_per_process=2):
-        kind, said = result.value
-        assert kind == "SaveFailed"
-        assert re.search("process 1.*metadata and options must be the same", said)
-    assert not (tmp_path / "other" / "_METADATA").exists()
-    assert all(is_compressed(tmp_path / "c").values())
-    assert ostraka.verify(tmp_path / "c").ok
-    found = ostraka.open(tmp_path / "c")
-    assert_same(found["sharded"][...], weights(2048, 2048))
-    assert_same(found["same"][...], weights(800, 1000))
-    assert_same(found["own"][...], np.repeat(np.array([[0], [1]], np.int16), MIB, axis=1))
 
 
 # What is asked for
