@@ -16,12 +16,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import ostraka
 from cli_runs import run
 from nnx_models import make_block, make_optimizer
+from numbered import on_all
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, PathInTheWay
 from ostraka.integrity.repair._descriptions import usual_e_tag
 from ostraka.storage import MemoryStore, Traits, is_claim, open_store
@@ -36,16 +35,11 @@ LARGE = 300_000
 
 def make_tree(seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-
-    def put(value: np.ndarray, *axes: str | None) -> jax.Array:
-        return jax.device_put(value, NamedSharding(mesh, P(*axes)))
-
     return {
-        "large": put(rng.standard_normal((8, LARGE)).astype(np.float32), "x"),
-        "replicated": put(rng.standard_normal((80, 100)).astype(np.float32)),
-        "int4": put(rng.integers(-8, 8, (8, 3)).astype(ml_dtypes.int4), "x"),
-        "empty": put(np.empty((0, 8), np.float32), None, "x"),
+        "large": on_all(rng.standard_normal((8, LARGE)).astype(np.float32), "x"),
+        "replicated": on_all(rng.standard_normal((80, 100)).astype(np.float32)),
+        "int4": on_all(rng.integers(-8, 8, (8, 3)).astype(ml_dtypes.int4), "x"),
+        "empty": on_all(np.empty((0, 8), np.float32), None, "x"),
         "key": jax.random.key(seed),
         "numpy": rng.standard_normal(1000),
         "scalar": np.float64(seed),

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import ostraka
+from numbered import on_all
 from ostraka.integrity.repair import _parity_pass
 from places import flip
 from runs import contents
@@ -20,14 +19,9 @@ from runs import contents
 
 def make_tree() -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-
-    def put(value: np.ndarray, *axes: str | None) -> jax.Array:
-        return jax.device_put(value, NamedSharding(mesh, P(*axes)))
-
     return {
-        "large": put(rng.standard_normal((8, 270_000)).astype(np.float32), "x"),
-        "coarse": put(rng.integers(0, 9, (8, 20_001)).astype(np.int32), "x"),
+        "large": on_all(rng.standard_normal((8, 270_000)).astype(np.float32), "x"),
+        "coarse": on_all(rng.integers(0, 9, (8, 20_001)).astype(np.int32), "x"),
         "of_one_device": jax.device_put(
             rng.standard_normal(200_003).astype(np.float32), jax.devices()[3]
         ),
