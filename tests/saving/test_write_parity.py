@@ -224,6 +224,7 @@ def test_all_files_of_a_process_may_be_lost(tmp_path: Path) -> None:
     for name, count in (("one", 1), ("two", 2), ("packed", 1)):
         expected = read_all(tmp_path / name)
         assert ostraka.verify(tmp_path / name).ok
+        assert open_at(tmp_path / name).metadata.version == (2 if name == "packed" else 1)
         for lost in combinations(range(4), count):
             copy = tmp_path / "copy"
             copy_tree(tmp_path / name, copy)
