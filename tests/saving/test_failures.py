@@ -647,7 +647,7 @@ def test_an_interrupt_at_any_moment(tmp_path: Path, trials: int, figures: Figure
     ("place", "error"),
     [("disk", KeyboardInterrupt()), ("bucket", KeyboardInterrupt()), ("disk", EIO)],
     indirect=["place"],
-    ids=str,
+    ids=["interrupt", "interrupt in a bucket", "input/output"],
 )
 def test_an_error_at_any_step_of_a_save(place: Place, error: Any, monkeypatch: pytest.MonkeyPatch):
     """Whatever happens when, one of the two checkpoints is there, and the next save goes well.
