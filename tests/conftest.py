@@ -75,14 +75,11 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 _LONG_IN_BUCKETS = {
     "test_async",
-    "test_async_processes",
     "test_errors",
-    "test_failures",
     "test_kill",
     "test_lazy",
     "test_leftovers",
     "test_manager_processes",
-    "test_processes",
 }
 _IN_THE_SUITE = 8
 _STORE = os.environ.get("OSTRAKA_TEST_STORE", "moto")

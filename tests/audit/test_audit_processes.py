@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ostraka.testing import run_processes
+from places import copy_tree
 
 
 def train(directory: str, drops_moments: bool) -> tuple[int, str]:
@@ -41,18 +42,12 @@ def train(directory: str, drops_moments: bool) -> tuple[int, str]:
 
 def test_processes_compare_with_a_run_of_another_number(tmp_path: Path):
     """All values are small whole numbers of halves, so that any mesh computes the same bits."""
-    run_processes(train, str(tmp_path), False, processes=2, devices_per_process=2)
-    (one,) = run_processes(train, str(tmp_path), False, processes=1, devices_per_process=8)
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    run_processes(train, str(right), False, processes=2, devices_per_process=2)
+    copy_tree(right, wrong)
+    (one,) = run_processes(train, str(right), False, processes=1, devices_per_process=2)
     assert one.value == (2, "")
-    two = run_processes(train, str(tmp_path), True, processes=2, devices_per_process=1)
-    assert len({result.value for result in two}) == 1
-    assert two[0].value[0] in (0, 4, 5)
-
-
-def test_a_fault_raises_on_all_processes(tmp_path: Path):
-    run_processes(train, str(tmp_path), False, processes=2, devices_per_process=2)
-    found = run_processes(train, str(tmp_path), True, processes=2, devices_per_process=2)
-    for result in found:
+    for result in run_processes(train, str(wrong), True, processes=2, devices_per_process=1):
         step, cause = result.value
         assert step == 3
         assert "moments were not restored" in cause

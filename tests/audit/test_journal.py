@@ -2,17 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import ostraka
 from audit_loops import REACHED, loop_of, run
+from cli_runs import run as command
 from ostraka.audit import journal
 from ostraka.audit.explain import find_divergence
 from ostraka.audit.journal import JournalWriter, compact, make_line, read_journal
 from ostraka.audit.marks import Mark
-from ostraka.cli import main
 from ostraka.storage import open_store
 
 
@@ -24,12 +24,21 @@ def table(value: float, key: str = "a") -> dict[str, Mark]:
     }
 
 
-def test_damaged_lines_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    writer = JournalWriter(open_store(tmp_path))
-    writer.append({"kind": "run", "run": "one", "resumed_from": None})
-    for step in (1, 2):
-        writer.append(make_line(step, "one", table(step), {}).to_json())
+def write(directory: Path, *steps: int, begin: Any = None, in_files: bool = False) -> None:
+    """Write a line for each step, or a file."""
+    writer = JournalWriter(open_store(directory))
+    if begin is not None:
+        writer.append(begin)
+    for step in steps:
+        line = make_line(step, "one", table(step), {"batch": table(step)["rng"]})
+        writer.append(line.to_json())
+        if in_files:
+            writer.flush()
     writer.close()
+
+
+def test_damaged_lines_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    write(tmp_path, 1, 2, begin={"kind": "run", "run": "one", "resumed_from": None})
     (file,) = (tmp_path / "_AUDIT").iterdir()
     lines = file.read_text().splitlines()
     file.write_text(
@@ -42,10 +51,7 @@ def test_damaged_lines_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_old_fingerprints_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    writer = JournalWriter(open_store(tmp_path))
-    for step in range(1, 21):
-        writer.append(make_line(step, "one", table(step), {"batch": table(step)["rng"]}).to_json())
-    writer.close()
+    write(tmp_path, *range(1, 21))
     history = read_journal(open_store(tmp_path))
     monkeypatch.setattr(journal, "_MOST_BYTES", 1000)
     found = [json.loads(line) for line in compact(history)]
@@ -59,11 +65,7 @@ def test_old_fingerprints_are_dropped(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_many_files_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(journal, "_MOST_FILES", 4)
-    writer = JournalWriter(open_store(tmp_path))
-    for step in range(1, 12):
-        writer.append(make_line(step, "one", table(step), {}).to_json())
-        writer.flush()
-    writer.close()
+    write(tmp_path, *range(1, 12), in_files=True)
     assert len(list((tmp_path / "_AUDIT").iterdir())) <= 5
     history = read_journal(open_store(tmp_path))
     assert sorted(line.step for line in history.lines()) == list(range(1, 12))
@@ -88,28 +90,28 @@ def test_the_command_tells_the_history(tmp_path: Path):
     fault, _ = loop.faults["data replayed"]
     with pytest.warns(UserWarning, match="data iterator started over"):
         run(loop, tmp_path / "a", REACHED, fault, on_divergence="warn")
-    result = CliRunner().invoke(main, ["audit", str(tmp_path / "a"), "--json"])
+    result = command("audit", tmp_path / "a", "--json")
     assert result.exit_code == 1, result.output
     found = json.loads(result.stdout)["runs"]
     assert [one["resumed_from"] for one in found] == [None, 6, 6]
     assert [one["same"] for one in found] == [None, True, False]
     assert found[2]["step"] == 7
-    shown = CliRunner().invoke(main, ["audit", str(tmp_path / "a")])
+    shown = command("audit", tmp_path / "a")
     assert "resumed from step 6" in shown.stdout
     assert "the same run (3 steps compared)" in shown.stdout
     assert "the data iterator started over" in shown.stdout
 
     run(loop, tmp_path / "b", 4)
-    same = CliRunner().invoke(main, ["audit", str(tmp_path / "a"), str(tmp_path / "b")])
+    same = command("audit", tmp_path / "a", tmp_path / "b")
     assert (same.exit_code, same.stdout.strip()) == (0, "4 steps compared: the same run")
-    none = CliRunner().invoke(main, ["audit", str(tmp_path)])
+    none = command("audit", tmp_path)
     assert none.exit_code == 2
     assert "audit_every=" in none.stderr
 
     # The journal is no step, and verify, ls and gc leave it alone.
     assert ostraka.Manager(tmp_path / "a", read_only=True).steps() == [6]
-    for command in ("ls", "verify", "du", "gc"):
-        assert CliRunner().invoke(main, [command, str(tmp_path / "a")]).exit_code == 0
+    for name in ("ls", "verify", "du", "gc"):
+        assert command(name, tmp_path / "a").exit_code == 0
     assert (tmp_path / "a" / "_AUDIT").is_dir()
 
 

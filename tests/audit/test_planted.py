@@ -10,14 +10,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from audit_loops import LOOPS, REACHED, SAVED, State, loop_of, run
+from audit_loops import LOOPS, REACHED, SAVED, State, copied, loop_of, run
 from ostraka.errors import ResumeDiverged
 
-FAST = ("adam",)
 
-
-def marked(name: str, *values: str) -> Any:
-    return pytest.param(name, *values, marks=() if name in FAST else pytest.mark.soak)
+def marked(*names: str) -> Any:
+    """The suite has the first, soak tests have them all."""
+    return [names[0], *(pytest.param(name, marks=pytest.mark.soak) for name in names[1:])]
 
 
 def find_loop(name: str) -> Any:
@@ -39,7 +38,7 @@ def place_on_mesh(state: State) -> State:
     return {**state, **placed}
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in LOOPS])
+@pytest.mark.parametrize("name", marked(*LOOPS))
 def test_each_fault_is_named(name: str, tmp_path: Path):
     loop = find_loop(name)
     run(loop, tmp_path / "first", REACHED)
@@ -49,26 +48,13 @@ def test_each_fault_is_named(name: str, tmp_path: Path):
         with pytest.raises(ResumeDiverged, match=expected) as caught:
             run(loop, directory, REACHED, fault)
         assert caught.value.step == SAVED + 1
+    assert run(loop, tmp_path / "first", REACHED) == SAVED  # a right resume is the same run
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in LOOPS])
-def test_a_right_resume_is_the_same_run(name: str, tmp_path: Path):
-    loop = find_loop(name)
-    run(loop, tmp_path, REACHED)
-    assert run(loop, tmp_path, REACHED) == SAVED
-
-
-@pytest.mark.parametrize("name", ["adam", pytest.param("diffusion", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", marked("adam", "diffusion"))
 def test_another_mesh_needs_a_tolerance(name: str, tmp_path: Path):
     loop = find_loop(name)
     run(loop, tmp_path, REACHED)
     assert run(loop, tmp_path, REACHED, place=place_on_mesh, audit_rtol=1e-3) == SAVED
     with pytest.raises(ResumeDiverged, match="weights were not restored"):
-        run(
-            loop,
-            tmp_path,
-            REACHED,
-            lambda state, new: state.update(params=new["params"]),
-            place=place_on_mesh,
-            audit_rtol=1e-3,
-        )
+        run(loop, tmp_path, REACHED, copied("params"), place=place_on_mesh, audit_rtol=1e-3)

@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,13 +20,14 @@ import ostraka
 from elastic_data import mixed, row_digests
 from ostraka.data import ElasticIterator
 from ostraka.errors import InvalidSharding, InvalidTree, Mismatch
+from runs import wait_until
 
 
 class Numbers:
-    """The least that an iterator over a shard has: every `step`-th number, up to an end."""
+    """The least that an iterator over a shard of four has: every fourth number, up to an end."""
 
-    def __init__(self, first: int, step: int, end: int = 1000):
-        self.at, self.step, self.end = first, step, end
+    def __init__(self, shard: int, end: int = 1000, change: Callable[[Any], Any] = lambda x: x):
+        self.at, self.end, self.change = shard, end, change
         self.is_closed = False
 
     def __iter__(self) -> "Numbers":
@@ -34,8 +36,8 @@ class Numbers:
     def __next__(self) -> Any:
         if self.at >= self.end:
             raise StopIteration
-        self.at += self.step
-        return {"n": self.at - self.step, "row": np.full(4, self.at - self.step, np.float32)}
+        self.at += 4
+        return self.change({"n": self.at - 4, "row": np.full(4, self.at - 4, np.float32)})
 
     def get_state(self) -> Any:
         return {"at": self.at}
@@ -47,13 +49,11 @@ class Numbers:
         self.is_closed = True
 
 
-def make_numbers(shards: int, end: int = 1000) -> Any:
-    return lambda shard: Numbers(shard, shards, end)
-
-
-def elastic(**changes: Any) -> ElasticIterator:
-    given: dict[str, Any] = {"make_iterator": make_numbers(4), "shards": 4, "batch": 8} | changes
-    return ElasticIterator(given.pop("make_iterator"), **given)
+def elastic(change: Callable[[Any], Any] = lambda x: x, **given: Any) -> ElasticIterator:
+    """Numbers from four shards, each changed."""
+    make = given.pop("make_iterator", lambda shard: Numbers(shard, change=change))
+    options: dict[str, Any] = {"shards": 4, "batch": 8} | given
+    return ElasticIterator(make, **options)
 
 
 def numbers(data: Any, count: int | None = None) -> list[list[int]]:
@@ -96,25 +96,15 @@ def test_rows_are_those_of_the_shards_in_order(where: Any):
 
 
 def test_other_dimensions_may_be_split_too():
-    data = elastic(
-        make_iterator=lambda k: map_rows(Numbers(k, 4)), sharding=sharding(P("a", "b"), a=2, b=2)
-    )
+    data = elastic(lambda x: x["row"], sharding=sharding(P("a", "b"), a=2, b=2))
     batch = next(data)
     assert {shard.data.shape for shard in batch.addressable_shards} == {(4, 2)}
     assert np.asarray(batch)[:, 3].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def map_rows(iterator: Numbers) -> Any:
-    class Rows(Numbers):
-        def __next__(self) -> Any:
-            return super().__next__()["row"]
-
-    return Rows(iterator.at, iterator.step)
-
-
 def test_it_ends_when_a_shard_ends_and_drops_the_rest():
     ends = {0: 100, 1: 22, 2: 100, 3: 100}  # shard 1 has 1, 5, 9, 13, 17, 21
-    data = elastic(make_iterator=lambda k: Numbers(k, 4, ends[k]))
+    data = elastic(make_iterator=lambda k: Numbers(k, ends[k]))
     assert len(numbers(data)) == 3
     assert list(data) == []
     state = data.get_state()
@@ -132,11 +122,7 @@ def test_python_numbers_and_64_bits_become_what_device_put_makes_of_them():
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.float16, ml_dtypes.bfloat16])
 def test_dtypes_are_kept(dtype: Any):
-    class Typed(Numbers):
-        def __next__(self) -> Any:
-            return super().__next__()["row"].astype(dtype), None
-
-    array, nothing = next(elastic(make_iterator=lambda k: Typed(k, 4)))
+    array, nothing = next(elastic(lambda x: (x["row"].astype(dtype), None)))
     assert array.dtype == dtype
     assert nothing is None
 
@@ -163,7 +149,7 @@ def test_the_state_is_that_of_the_batches_taken_not_of_those_prepared():
 
 def test_a_state_that_the_iterator_goes_on_to_change_is_kept():
     class Shared(Numbers):
-        def __init__(self, *given: int):
+        def __init__(self, *given: Any):
             super().__init__(*given)
             self.state = {"deep": [{"at": self.at}]}
 
@@ -174,21 +160,12 @@ def test_a_state_that_the_iterator_goes_on_to_change_is_kept():
         def set_state(self, state: Any) -> None:
             self.at = state["deep"][0]["at"]
 
-    data = elastic(make_iterator=lambda k: Shared(k, 4))
+    data = elastic(make_iterator=Shared)
     numbers(data, 2)
     state = data.get_state()
     expected = numbers(data, 3)
     data.set_state(state)
     assert numbers(data, 3) == expected
-
-
-def wait_until(is_so: Any) -> None:
-    done = threading.Event()
-    for _ in range(6000):
-        if is_so():
-            return
-        done.wait(0.01)
-    raise AssertionError("it never came to that")
 
 
 def test_save_and_restore_while_it_goes_on(tmp_path: Path):
@@ -242,18 +219,33 @@ def test_parts_of_several_processes_join_into_one_state():
     whole = elastic().get_state()
     parts = [{**whole, "states": {str(k): whole["states"][str(k)]}} for k in (2, 0, 3, 1)]
     assert ElasticIterator.join_states(parts) == whole
-    with pytest.raises(InvalidTree, match="process 1 has position 9, that of process 0 has 0"):
-        ElasticIterator.join_states([whole, {**whole, "position": 9}])
-    with pytest.raises(
-        InvalidTree, match="the states of 1 of 4 shards .* on no process that saves"
-    ):
-        ElasticIterator.join_states(parts[:3])
     odd = {**whole, "states": {"0": {"json": {"at": 8}}}}
-    with pytest.raises(InvalidTree, match="process 1, have another state for shard 0"):
-        ElasticIterator.join_states([whole, odd])
+    for given, match in (
+        ([whole, {**whole, "position": 9}], "process 1 has position 9, that of process 0 has 0"),
+        (parts[:3], "the states of 1 of 4 shards .* on no process that saves"),
+        ([whole, odd], "process 1, have another state for shard 0"),
+    ):
+        with pytest.raises(InvalidTree, match=match):
+            ElasticIterator.join_states(given)
 
 
 # Errors
+
+
+class Loader:
+    """As a DataLoader of PyTorch: its iterator has no position to save."""
+
+    def __iter__(self) -> Any:
+        return iter([np.ones(2)] * 100)
+
+
+class Odd(Numbers):
+    def get_state(self) -> Any:
+        return object()
+
+
+SHARED = Numbers(0)
+SPLIT = ({"data": 8}, P("data"))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +260,7 @@ def test_parts_of_several_processes_join_into_one_state():
         ({"batch": 8.0}, ValueError, "batch must be a number of at least 1, not 8.0"),
         ({"prefetch": 0}, ValueError, "prefetch must be a number of at least 1, not 0"),
         (
-            {"batch": 4, "sharding": ({"data": 8}, P("data"))},
+            {"batch": 4, "sharding": SPLIT},
             InvalidSharding,
             r"4 rows can't be split evenly by .*'data'.* over the mesh .*: make batch a mul",
         ),
@@ -283,43 +275,27 @@ def test_parts_of_several_processes_join_into_one_state():
             InvalidTree,
             r"make_iterator\(0\) returned a builtins.int, ",
         ),
+        (
+            {"make_iterator": lambda k: Loader()},
+            InvalidTree,
+            r"returned a .*Loader, whose iterator has no get_state, so its position",
+        ),
+        (
+            {"make_iterator": lambda k: SHARED},
+            InvalidTree,
+            "the same iterator for the shards 0 and 1: each shard needs its own",
+        ),
+        (
+            {"make_iterator": Odd},
+            InvalidTree,
+            "'shard 0': get_state.. gives object, which is neither",
+        ),
     ],
-    ids=range(8),
+    ids=range(11),
 )
 def test_arguments_that_do_not_fit(changes: Any, kind: Any, match: str):
     with pytest.raises(kind, match=match):
         elastic(**changes)
-
-
-class Loader:
-    """As a DataLoader of PyTorch: its iterator has no position to save."""
-
-    def __iter__(self) -> Any:
-        return iter([np.ones(2)] * 100)
-
-
-def test_a_loader_without_states_is_refused_when_it_is_made():
-    match = (
-        r"make_iterator\(0\) returned a .*Loader, whose iterator has no get_state, so its position"
-    )
-    with pytest.raises(InvalidTree, match=match):
-        elastic(make_iterator=lambda _: Loader())
-
-
-def test_one_iterator_for_two_shards_is_refused():
-    shared = Numbers(0, 1)
-    match = "the same iterator for the shards 0 and 1: each shard needs its own"
-    with pytest.raises(InvalidTree, match=match):
-        elastic(make_iterator=lambda _: shared)
-
-
-def test_a_state_that_can_not_be_kept_is_refused_when_it_is_made():
-    class Odd(Numbers):
-        def get_state(self) -> Any:
-            return object()
-
-    with pytest.raises(InvalidTree, match="'shard 0': get_state.. gives object, which is neither"):
-        elastic(make_iterator=lambda k: Odd(k, 4))
 
 
 @pytest.mark.parametrize(
@@ -335,27 +311,12 @@ def test_a_state_that_can_not_be_kept_is_refused_when_it_is_made():
     ids=["structure", "shape", "dtype"],
 )
 def test_examples_that_differ_are_found_at_their_batch(change: Any, match: str):
-    class Changing(Numbers):
-        def __next__(self) -> Any:
-            example = super().__next__()
-            return change(example) if example["n"] == 2 + 4 * 5 else example
-
-    data = elastic(make_iterator=lambda k: Changing(k, 4), prefetch=4)
+    data = elastic(lambda x: change(x) if x["n"] == 2 + 4 * 5 else x, prefetch=4)
     assert len(numbers(data, 2)) == 2
     for _ in range(2):
         with pytest.raises(InvalidTree, match=match):
             next(data)
     assert data.get_state()["position"] == 2
-
-
-@pytest.mark.parametrize("value", ["text", b"bytes", np.array(["a"]), np.array([object()])])
-def test_what_is_no_number_is_refused(value: Any):
-    class Texts(Numbers):
-        def __next__(self) -> Any:
-            return {"deep": [super().__next__()["n"], value]}
-
-    with pytest.raises(InvalidTree, match="leaf 'deep/1' .* which JAX has no arrays for: turn it"):
-        next(elastic(make_iterator=lambda k: Texts(k, 4)))
 
 
 class Tensor:
@@ -373,26 +334,34 @@ class Tensor:
 
 
 def test_tensors_of_others_are_converted_by_numpy():
-    class Tensors(Numbers):
-        def __next__(self) -> Any:
-            return Tensor(super().__next__()["row"])
-
     expected = [batch["row"] for batch in itertools.islice(elastic(), 3)]
-    found = itertools.islice(elastic(make_iterator=lambda k: Tensors(k, 4)), 3)
+    found = itertools.islice(elastic(lambda x: Tensor(x["row"])), 3)
     assert all((a == b).all() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("make_value", [lambda: Tensor(None), lambda: jax.random.key(0)])
-def test_what_numpy_can_not_convert_is_refused(make_value: Any):
-    class Constants(Numbers):
-        def __next__(self) -> Any:
-            return make_value()
+NO_ARRAY = "leaf 'deep/1' .* which JAX has no arrays for: turn it"
+NO_NUMPY = (
+    r"leaf 'deep/1' of an example is a \w+, which numpy can't convert \(.+\): turn it into num"
+)
 
-    match = (
-        r"leaf '\.' of an example is a \w+, which numpy can't convert \(.+\): turn it into numbers"
-    )
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: "text", NO_ARRAY),
+        (lambda: b"bytes", NO_ARRAY),
+        (lambda: np.array(["a"]), NO_ARRAY),
+        (lambda: np.array([object()]), NO_ARRAY),
+        (lambda: Tensor(None), NO_NUMPY),
+        (lambda: jax.random.key(0), NO_NUMPY),
+    ],
+    ids=range(6),
+)
+def test_what_is_no_number_is_refused(make: Any, match: str):
     with pytest.raises(InvalidTree, match=match):
-        next(elastic(make_iterator=lambda k: Constants(k, 4)))
+        next(elastic(lambda x: {"deep": [x["n"], make()]}))
+    with pytest.raises(InvalidTree, match=match.replace("deep/1", r"\.")):
+        next(elastic(lambda x: make()))
 
 
 def test_a_sharding_that_only_some_leaves_fit():
@@ -402,33 +371,48 @@ def test_a_sharding_that_only_some_leaves_fit():
 
 
 def test_an_error_of_an_iterator_comes_at_its_batch():
-    class Failing(Numbers):
-        def __next__(self) -> Any:
-            if self.at == 1 + 4 * 4:
-                raise OSError("the disk is gone")
-            return super().__next__()
+    def fail(example: Any) -> Any:
+        if example["n"] == 1 + 4 * 4:
+            raise OSError("the disk is gone")
+        return example
 
-    data = elastic(make_iterator=lambda k: Failing(k, 4), prefetch=4)
+    data = elastic(fail, prefetch=4)
     assert len(numbers(data, 2)) == 2
     with pytest.raises(OSError, match="the disk is gone") as caught:
         next(data)
     assert caught.value.__notes__ == ["It was raised by the iterator of shard 1."]
 
 
+def without(state: Any, shard: str) -> Any:
+    return {**state, "states": {k: v for k, v in state["states"].items() if k != shard}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    ("changes", "change", "match"),
     [
-        ({"shards": 2}, "has shards=4, this iterator has shards=2: make it with as many shards"),
-        ({"batch": 4}, "has batch=8, this iterator has batch=4: make it with the saved batch size"),
+        (
+            {"shards": 2},
+            lambda state: state,
+            "has shards=4, this iterator has shards=2: make it with as many shards",
+        ),
+        (
+            {"batch": 4},
+            lambda state: state,
+            "has batch=8, this iterator has batch=4: make it with the saved batch size",
+        ),
+        ({}, lambda state: without(state, "2"), "it lacks shard 2, which this process runs: join"),
+        ({}, lambda state: {"next_index": 3}, "it is the state of something else: was another it"),
+        ({}, lambda state: b"bytes", "it is the state of something else"),
+        ({}, lambda state: None, "it is the state of something else"),
     ],
+    ids=range(6),
 )
-def test_a_state_of_another_size_is_refused(tmp_path: Path, changes: Any, match: str):
+def test_a_state_that_does_not_fit_is_refused(changes: Any, change: Any, match: str):
     data = elastic()
     numbers(data, 1)
-    ostraka.save(tmp_path / "c", {"data": data})
     other = elastic(**changes)
     with pytest.raises(Mismatch, match=match):
-        ostraka.restore(tmp_path / "c", like={"data": other})
+        other.set_state(change(data.get_state()))
     assert other.get_state()["position"] == 0
 
 
@@ -440,19 +424,6 @@ def test_another_batch_size_on_request():
     assert numbers(other, 1) == [[8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize("state", [{"next_index": 3}, b"bytes", None])
-def test_a_state_of_something_else_is_refused(state: Any):
-    with pytest.raises(Mismatch, match="it is the state of something else: was another iterator"):
-        elastic().set_state(state)
-
-
-def test_a_part_of_a_state_is_refused():
-    state = elastic().get_state()
-    del state["states"]["2"]
-    with pytest.raises(Mismatch, match="it lacks shard 2, which this process runs: join the parts"):
-        elastic().set_state(state)
-
-
 # Threads
 
 
@@ -461,7 +432,7 @@ def threads_of_data() -> list[threading.Thread]:
 
 
 def test_no_more_than_prefetch_batches_are_prepared():
-    made = {shard: Numbers(shard, 4) for shard in range(4)}
+    made = {shard: Numbers(shard) for shard in range(4)}
     before = set(threads_of_data())
     data = elastic(make_iterator=made.__getitem__, prefetch=3)
     assert before.issuperset(threads_of_data())
@@ -473,7 +444,7 @@ def test_no_more_than_prefetch_batches_are_prepared():
 
 
 def test_close_ends_the_thread_and_closes_the_iterators():
-    made = {shard: Numbers(shard, 4) for shard in range(4)}
+    made = {shard: Numbers(shard) for shard in range(4)}
     before = set(threads_of_data())  # Those of other tests may take a moment to end.
     with elastic(make_iterator=made.__getitem__) as data:
         numbers(data, 2)
@@ -482,10 +453,9 @@ def test_close_ends_the_thread_and_closes_the_iterators():
     assert all(iterator.is_closed for iterator in made.values())
     assert data.get_state()["position"] == 2
     data.close()
-    with pytest.raises(ValueError, match="is closed: make a new one"):
-        next(data)
-    with pytest.raises(ValueError, match="is closed: make a new one"):
-        data.set_state(data.get_state())
+    for use in (lambda: next(data), lambda: data.set_state(data.get_state())):
+        with pytest.raises(ValueError, match="is closed: make a new one"):
+            use()
 
 
 def test_the_thread_ends_when_nobody_has_the_iterator():

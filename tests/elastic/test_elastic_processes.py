@@ -297,23 +297,6 @@ def go_through(root: str) -> list[Any]:
     return found
 
 
-def test_each_process_runs_and_saves_its_shards(tmp_path: Path):
-    root = str(tmp_path)
-    results = run_processes(go_through, root, processes=2, devices_per_process=2)
-    alone = ElasticIterator(lambda k: Numbers(k, end=20 + k), shards=4, batch=8)
-    expected = take(alone, 100)
-    assert len(expected) == 10
-    for number, shards in enumerate(SPLITS.values()):
-        seen = [result.value[number] for result in results]
-        assert [made for made, _, _ in seen] == shards
-        saved = [saved for _, saved, _ in seen]
-        assert saved[0] | saved[1] == {0, 1, 2, 3}
-        assert saved == [shards[0], shards[1] - shards[0]]
-        assert [batches for _, _, batches in seen] == [expected] * 2
-        ostraka.restore(f"{root}/{number}", like={"data": alone})
-        assert take(alone, 100) == expected[3:]
-
-
 # Ends and errors
 
 
@@ -359,12 +342,39 @@ def end_differently(root: str) -> list[Any]:
     return found
 
 
-def test_all_processes_end_and_fail_at_the_same_batch(tmp_path: Path):
-    root = str(tmp_path / "c")
-    first, second = (
-        result.value
-        for result in run_processes(end_differently, root, processes=2, devices_per_process=2)
-    )
+# Both in the same two processes
+
+
+def work_in_two(root: str) -> tuple[list[Any], list[Any]]:
+    return go_through(root), end_differently(f"{root}/c")
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    """Where two processes have saved, and what both found."""
+    root = str(tmp_path_factory.mktemp("two"))
+    results = run_processes(work_in_two, root, processes=2, devices_per_process=2)
+    return root, [result.value for result in results]
+
+
+def test_each_process_runs_and_saves_its_shards(in_two: tuple[str, list[Any]]):
+    root, results = in_two
+    alone = ElasticIterator(lambda k: Numbers(k, end=20 + k), shards=4, batch=8)
+    expected = take(alone, 100)
+    assert len(expected) == 10
+    for number, shards in enumerate(SPLITS.values()):
+        seen = [found[number] for found, _ in results]
+        assert [made for made, _, _ in seen] == shards
+        saved = [saved for _, saved, _ in seen]
+        assert saved[0] | saved[1] == {0, 1, 2, 3}
+        assert saved == [shards[0], shards[1] - shards[0]]
+        assert [batches for _, _, batches in seen] == [expected] * 2
+        ostraka.restore(f"{root}/{number}", like={"data": alone})
+        assert take(alone, 100) == expected[3:]
+
+
+def test_all_processes_end_and_fail_at_the_same_batch(in_two: tuple[str, list[Any]]):
+    (_, first), (_, second) = in_two[1]
     assert first[:2] == second[:2] == [4, 4]
     at = "OstrakaError: no process has batch 3 of the data, because process 1: OSError: no disk"
     assert first[2:6] == [3, at, 3, at]

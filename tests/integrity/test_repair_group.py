@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import ostraka
+from numbered import on_all
 from ostraka.integrity.repair import _parity_pass
 from places import flip
 from runs import contents
@@ -20,14 +19,9 @@ from runs import contents
 
 def make_tree() -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-
-    def put(value: np.ndarray, *axes: str | None) -> jax.Array:
-        return jax.device_put(value, NamedSharding(mesh, P(*axes)))
-
     return {
-        "large": put(rng.standard_normal((8, 270_000)).astype(np.float32), "x"),
-        "coarse": put(rng.integers(0, 9, (8, 20_001)).astype(np.int32), "x"),
+        "large": on_all(rng.standard_normal((8, 270_000)).astype(np.float32), "x"),
+        "coarse": on_all(rng.integers(0, 9, (8, 20_001)).astype(np.int32), "x"),
         "of_one_device": jax.device_put(
             rng.standard_normal(200_003).astype(np.float32), jax.devices()[3]
         ),
@@ -35,25 +29,36 @@ def make_tree() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["plain", "compressed", "several files a device"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("saved") / "c"
-    ways: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "compressed": {"compress": "zstd"},
-        "several files a device": {"max_file_bytes": "600 KiB"},
-    }
-    ostraka.save(path, make_tree(), parity=2, **ways[request.param])
-    return path
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "compressed": {"compress": "zstd"},
+    "several files a device": {"max_file_bytes": "600 KiB"},
+}
+MANY_RANGES = {
+    "_PIECE_BYTES": 48 << 10,
+    "_WRITE_BYTES": 100_000,
+    "_LEAST_RANGE_BYTES": 300_000,
+    "_MOST_RANGE_BYTES": 700_000,
+}
 
 
-@pytest.fixture(params=["one range", "many ranges"])
-def ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "many ranges":
-        monkeypatch.setattr(_parity_pass, "_PIECE_BYTES", 48 << 10)
-        monkeypatch.setattr(_parity_pass, "_WRITE_BYTES", 100_000)
-        monkeypatch.setattr(_parity_pass, "_LEAST_RANGE_BYTES", 300_000)
-        monkeypatch.setattr(_parity_pass, "_MOST_RANGE_BYTES", 700_000)
+MADE: dict[str, Path] = {}
+
+
+@pytest.fixture(params=["one range", *WAYS])
+def saved(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """Plain, to be repaired in one range. In each way, to be repaired in many."""
+    way = "plain" if request.param == "one range" else request.param
+    if way not in MADE:
+        MADE[way] = tmp_path_factory.mktemp("saved") / "c"
+        ostraka.save(MADE[way], make_tree(), parity=2, **WAYS[way])
+    for name, value in MANY_RANGES.items() if request.param in WAYS else ():
+        monkeypatch.setattr(_parity_pass, name, value)
+    return MADE[way]
 
 
 def lose(saved: Path, place: Path, names: Sequence[str]) -> Path:
@@ -67,7 +72,6 @@ def members(saved: Path) -> list[str]:
     return sorted(f.name for f in saved.glob("shards-*/shard_*"))
 
 
-@pytest.mark.usefixtures("ranges")
 def test_any_one(saved: Path, tmp_path: Path):
     before = contents(saved)
     for name in members(saved)[::3]:
@@ -80,7 +84,6 @@ def test_any_one(saved: Path, tmp_path: Path):
         shutil.rmtree(place)
 
 
-@pytest.mark.usefixtures("ranges")
 def test_any_two(saved: Path, tmp_path: Path):
     before = contents(saved)
     sums = sorted(f.name for f in saved.glob("shards-*/parity_*"))[:1]
@@ -95,7 +98,10 @@ def test_any_two(saved: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_nothing_is_read_twice(saved: Path, tmp_path: Path, count: int):
+def test_nothing_is_read_twice(
+    saved: Path, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.undo()
     names = members(saved)[2 : 2 + count]
     place = lose(saved, tmp_path / "c", names)
     there = sum(f.stat().st_size for f in place.rglob("*") if f.is_file())
@@ -106,7 +112,6 @@ def test_nothing_is_read_twice(saved: Path, tmp_path: Path, count: int):
     assert report.bytes_read <= 1.5 * there
 
 
-@pytest.mark.usefixtures("ranges")
 @pytest.mark.parametrize("other", ["shard", "parity"])
 def test_another_file_is_damaged_too(saved: Path, tmp_path: Path, other: str):
     """The pass is given up; both files are repaired by what is left."""

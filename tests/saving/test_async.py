@@ -4,16 +4,15 @@ import asyncio
 import collections
 import logging
 import os
-import random
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +25,12 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from mounts import mounted
+from numbered import threads_left
 from ostraka.errors import Busy, InvalidTree, PathInTheWay, SaveFailed
 from ostraka.saving import background
-from ostraka.testing import FaultyStore
 from places import Place, in_the_way
+from runs import writes_held
+from same import assert_same, data_of
 
 
 @pytest.fixture(autouse=True)
@@ -37,38 +38,6 @@ def _no_save_left() -> Iterator[None]:
     yield
     with suppress(Exception):
         background.wait_for_background()
-
-
-@contextmanager
-def writes_held(path: Place) -> Generator[tuple[FaultyStore, threading.Event]]:
-    """A store in which no byte is written before the event is set, or the block is left."""
-    gate = threading.Event()
-
-    def wait(verb: str, name: str) -> None:
-        if verb == "write":
-            gate.wait()
-
-    try:
-        yield FaultyStore(path, before=wait), gate
-    finally:
-        gate.set()
-        with suppress(Exception):
-            background.wait_for_background()
-
-
-@contextmanager
-def set_when_waited_for(gate: threading.Event) -> Generator[None]:
-    """Set the event a moment after somebody has begun to wait for a save, and not before."""
-    real = ostraka.SaveHandle._wait_for_end
-
-    def wait_for_end(self: ostraka.SaveHandle, timeout: float | None = None) -> None:
-        timer = threading.Timer(0.2, gate.set)
-        timer.start()
-        real(self, timeout)
-        timer.join()
-
-    with patch.object(ostraka.SaveHandle, "_wait_for_end", wait_for_end):
-        yield
 
 
 def make_mesh() -> Mesh:
@@ -97,14 +66,6 @@ def make_arrays(seed: int = 0) -> dict[str, jax.Array]:
 def host(tree: Any) -> Any:
     """Copies of all arrays in host memory."""
     return jax.tree.map(lambda a: np.array(a, copy=True), tree)
-
-
-def assert_same(got: Any, want: Any) -> None:
-    def check(g: Any, w: Any) -> None:
-        assert np.asarray(g).dtype == np.asarray(w).dtype
-        assert np.asarray(g).tobytes() == np.asarray(w).tobytes()
-
-    jax.tree.map(check, got, want)
 
 
 _step_one = jax.jit(lambda a: a + a + 1, donate_argnums=0)
@@ -154,36 +115,25 @@ def cast() -> Case:
     jax.block_until_ready(step(arrays))
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(16, 32, rngs=rngs)
-        self.drop = nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.drop(nnx.relu(self.first(x)))
-
-
 @nnx.jit(donate_argnums=(0, 1))
-def train(model: Model, optimizer: nnx.Optimizer[Model], x: jax.Array) -> None:
+def train(model: nnx.Module, optimizer: nnx.Optimizer[Any], x: jax.Array) -> None:
     grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
     optimizer.update(model, grads)
 
 
 def trained() -> Case:
-    model = Model(nnx.Rngs(0))
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.1, rngs=rngs))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    train(model, optimizer, jnp.ones((8, 16)))
+    train(model, optimizer, jnp.ones((8, 4)))
     tree = {"model": model, "optimizer": optimizer}
     ostraka.save("memory://trained", tree)
     want = jax.tree.map(data_of, ostraka.restore("memory://trained"))
     yield tree, {}, want
-    train(model, optimizer, jnp.ones((8, 16)))
-    assert not np.array_equal(want["model"]["first"]["kernel"], model.first.kernel[...])
-
-
-def data_of(leaf: Any) -> Any:
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    train(model, optimizer, jnp.ones((8, 4)))
+    kernel = next(leaf for leaf in jax.tree.leaves(want["model"]) if leaf.ndim == 2)
+    params = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert not any(np.array_equal(kernel, param) for param in params)
 
 
 def written_to() -> Case:
@@ -220,7 +170,7 @@ def save_and_change(path: Place, case: Case) -> Any:
             raise AssertionError
         assert not handle.done()
     handle.wait()
-    assert_same(jax.tree.map(data_of, ostraka.restore(path)), want)
+    assert_same(ostraka.restore(path), want)
     assert ostraka.verify(path).ok
 
 
@@ -263,19 +213,6 @@ def test_has_the_state_of_an_iterator_before_it_moves_on(tmp_path: Path):
     assert data.state == {"next": 1, "seen": [0, 1]}
 
 
-def test_donation_at_any_time_does_not_reach_the_file(tmp_path: Path):
-    rng = random.Random(4)
-    arrays = {f"w{n}": put(np.full((256, 256), n, np.float32), "x") for n in range(8)}
-    for _ in range(10):
-        want = host(arrays)
-        handle = ostraka.save_async(tmp_path / "c", arrays)
-        for _ in range(rng.randrange(1, 4)):
-            time.sleep(rng.random() * 0.01)
-            arrays = step(arrays)
-        handle.wait()
-        assert_same(ostraka.restore(tmp_path / "c"), want)
-
-
 # The handle
 
 
@@ -292,7 +229,7 @@ def test_handle_tells_how_far_it_is(place: Place):
         with pytest.raises(TimeoutError, match="has not ended after 0 s"):
             handle.exception(0)
         assert ostraka.restore(place / "c")["x"].tolist() == [0] * 4  # nothing of it shows
-        gate.set()
+        gate.open()
         handle.wait(60)
     assert handle.done()
     assert handle.exception() is None
@@ -360,38 +297,34 @@ def test_failed_save_lets_go_of_its_values(tmp_path: Path):
 # One at a time
 
 
-@pytest.mark.parametrize("is_blocking", [False, True])
-def test_second_save_waits_for_the_first(tmp_path: Path, is_blocking: bool):
+@pytest.mark.parametrize("begin", [ostraka.save, ostraka.save_async], ids=["save", "save_async"])
+def test_second_save_waits_for_the_first(tmp_path: Path, begin: Callable[..., Any]):
+    real = ostraka.SaveHandle._wait_for_end
+    records: list[Any] = []
+
+    def wait_for_end(self: ostraka.SaveHandle, timeout: float | None = None) -> None:
+        timer = threading.Timer(0.2, gate.open)  # after somebody has begun to wait, not before
+        timer.start()
+        real(self, timeout)
+        timer.join()
+
     with writes_held(tmp_path / "a") as (store, gate):
         first = ostraka.save_async(store, make_arrays())
-        with set_when_waited_for(gate):
-            if is_blocking:
-                ostraka.save(tmp_path / "a", {"x": 2})
-                assert ostraka.restore(tmp_path / "a") == {"x": 2}
-            else:
-                second = ostraka.save_async(tmp_path / "b", {"x": 2})
+        with patch.object(ostraka.SaveHandle, "_wait_for_end", wait_for_end):
+            begin(tmp_path / "a", {"x": 2}, on_record=records.append)
         assert first.done()
-    if not is_blocking:
-        second.wait()  # pyright: ignore[reportPossiblyUnboundVariable]
-        record = second.record  # pyright: ignore[reportPossiblyUnboundVariable]
-        assert record is not None
-        assert record.phases["wait"] > 0.1
-        assert record.blocked_s >= record.phases["wait"]
+    background.wait_for_background()
+    assert ostraka.restore(tmp_path / "a") == {"x": 2}
+    assert records[0].phases["wait"] > 0.1
+    assert records[0].blocked_s >= records[0].phases["wait"]
 
 
 def test_second_save_is_refused_if_asked(tmp_path: Path):
-    with writes_held(tmp_path / "a") as (store, _):
-        first = ostraka.save_async(store, make_arrays())
-        with pytest.raises(Busy, match="a save to .*/a is still under way; wait for it first"):
-            ostraka.save_async(tmp_path / "b", {"x": 1}, if_busy="raise")
-    first.wait()
-    assert not (tmp_path / "b").exists()
-    ostraka.save_async(tmp_path / "b", {"x": 1}, if_busy="raise").wait()
-
-
-def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(tmp_path: Path):
+    """At once, even while another thread waits for its turn."""
     with ThreadPoolExecutor(1) as pool, writes_held(tmp_path / "a") as (store, gate):
         first = ostraka.save_async(store, make_arrays())
+        with pytest.raises(Busy, match="a save to .*/a is still under way; wait for it first"):
+            ostraka.save_async(tmp_path / "c", {"x": 1}, if_busy="raise")
         second = pool.submit(ostraka.save_async, tmp_path / "b", {"x": 1})
         while background.slot.turn.acquire(blocking=False):
             background.slot.turn.release()
@@ -399,8 +332,10 @@ def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(tmp_path: 
         with pytest.raises(Busy, match="is still under way"):
             ostraka.save_async(tmp_path / "c", {"x": 1}, if_busy="raise")
         assert not first.done()
-        gate.set()
+        gate.open()
         second.result().wait()
+    assert not (tmp_path / "c").exists()
+    ostraka.save_async(tmp_path / "c", {"x": 1}, if_busy="raise").wait()
 
 
 def test_from_several_threads_at_once(tmp_path: Path):
@@ -439,23 +374,21 @@ def test_on_commit_is_called_once_when_the_checkpoint_can_be_restored(tmp_path: 
     assert seen == [{"x": 5}]
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), OSError("of its own")])
 @pytest.mark.parametrize("name", ["on_commit", "on_record"])
 def test_callback_that_raises_does_not_fail_what_is_committed(
-    tmp_path: Path, name: str, error: BaseException, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ):
-    def exit_here(*_: object) -> None:
-        raise error
-
-    callback: dict[str, Any] = {name: exit_here}
-    handle = ostraka.save_async(tmp_path / "c", {"x": 5}, **callback)
-    handle.wait()
-    assert handle.record is not None
-    assert "what it was told of is done all the same" in caplog.text
-    assert str(error) in caplog.text
-    assert "in the background, " not in caplog.text  # as errors of a save are logged
-    assert ostraka.restore(tmp_path / "c") == {"x": 5}
-    ostraka.save(tmp_path / "d", {"x": 6})  # and the next one does not raise it
+    for error in (SystemExit(3), KeyboardInterrupt("Ctrl-C"), OSError("of its own")):
+        caplog.clear()
+        callback: dict[str, Any] = {name: Mock(side_effect=error)}
+        handle = ostraka.save_async(tmp_path / "c", {"x": str(error)}, **callback)
+        handle.wait()
+        assert handle.record is not None
+        assert "what it was told of is done all the same" in caplog.text
+        assert str(error) in caplog.text
+        assert "in the background, " not in caplog.text  # as errors of a save are logged
+        assert ostraka.restore(tmp_path / "c") == {"x": str(error)}
+        ostraka.save(tmp_path / "d", {"x": 6})  # and the next one does not raise it
 
 
 def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(tmp_path: Path):
@@ -474,7 +407,7 @@ def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(tmp_
 
     with writes_held(tmp_path / "c") as (store, gate):
         handles.append(ostraka.save_async(store, {"x": np.ones(3)}, on_commit=call_back))
-        gate.set()
+        gate.open()
         handles[0].wait()
     assert len(errors) == 3
 
@@ -482,44 +415,30 @@ def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(tmp_
 # A full disk
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 4 MiB."""
-    with mounted(tmp_path / "disk", options="size=4m", for_what="a disk that fills up") as disk:
-        yield disk
-
-
-def test_disk_that_fills_up_in_the_middle(small_disk: Path):
+def test_disk_that_fills_up_in_the_middle(tmp_path: Path):
     good = {"x": put(np.arange(1 << 17, dtype=np.float32), "x")}
     large = {"x": put(np.ones(1 << 20, np.float32), "x")}
-    ostraka.save_async(small_disk / "step_1", good).wait()
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(2 << 20))
-    handle = ostraka.save_async(small_disk / "step_2", large)
-    while not handle.done():
-        time.sleep(0.01)
-    with pytest.raises(
-        SaveFailed,
-        match=r"can't write .*/step_2/.*/shard_0000\d.safetensors: No space left on device "
-        r"\(the file needs [\d,]+ bytes, [\d,]+ are free\)",
-    ):
-        ostraka.save_async(small_disk / "step_3", good)
-    assert not (small_disk / "step_2").exists()
-    assert_same(ostraka.restore(small_disk / "step_1"), host(good))
-    ballast.unlink()
-    ostraka.save_async(small_disk / "step_2", {"x": large["x"][: 1 << 18]}).wait()
-    assert ostraka.verify(small_disk / "step_2").ok
-
-
-def test_disk_without_room_for_a_tree_of_no_arrays(small_disk: Path):
-    with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
-        while True:
-            ballast.write(bytes(4096))
-    with pytest.raises(
-        SaveFailed,
-        match=r"_METADATA: No space left on device \(the file needs [\d,]+ bytes, 0 are free\)",
-    ):
-        ostraka.save(small_disk / "step_1", {"step": 1})
+    needs = r"No space left on device \(the file needs [\d,]+ bytes, {} are free\)"
+    with mounted(tmp_path / "d", options="size=4m", for_what="a disk that fills up") as disk:
+        ostraka.save_async(disk / "step_1", good).wait()
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(2 << 20))
+        handle = ostraka.save_async(disk / "step_2", large)
+        while not handle.done():
+            time.sleep(0.01)
+        failed = r"can't write .*/step_2/.*/shard_0000\d.safetensors: " + needs.format(r"[\d,]+")
+        with pytest.raises(SaveFailed, match=failed):
+            ostraka.save_async(disk / "step_3", good)
+        assert not (disk / "step_2").exists()
+        assert_same(ostraka.restore(disk / "step_1"), host(good))
+        with ballast.open("ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        with pytest.raises(SaveFailed, match="_METADATA: " + needs.format(0)):
+            ostraka.save(disk / "step_2", {"step": 1})  # which has no other file
+        ballast.unlink()
+        ostraka.save_async(disk / "step_2", {"x": large["x"][: 1 << 18]}).wait()
+        assert ostraka.verify(disk / "step_2").ok
 
 
 def test_disk_that_takes_no_more_files(tmp_path: Path):
@@ -546,15 +465,6 @@ def open_files() -> collections.Counter[str]:
     return found
 
 
-def threads_but(known: set[threading.Thread]) -> list[threading.Thread]:
-    """Those that are not `known`, and stay: a save is over a moment before its thread is."""
-    new = set(threading.enumerate()) - known
-    deadline = time.monotonic() + 60
-    for thread in new:
-        thread.join(max(0, deadline - time.monotonic()))
-    return [thread for thread in new if thread.is_alive()]
-
-
 def test_many_saves_leave_no_threads_files_or_memory(tmp_path: Path):
     """What is new counts: other tests' threads and files may go meanwhile."""
     arrays = {f"w{n}": put(np.full((64, 512), n, np.float32), "x") for n in range(8)}
@@ -563,15 +473,19 @@ def test_many_saves_leave_no_threads_files_or_memory(tmp_path: Path):
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else str(tmp_path)
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         for number in range(120):
-            ostraka.save_async(Path(folder) / "c", arrays)
-            arrays = step(arrays)
+            want = host(arrays) if number % 10 == 0 else None
+            handle = ostraka.save_async(Path(folder) / "c", arrays)
+            arrays = step(arrays)  # while it is written
+            if want is not None:
+                handle.wait()
+                assert_same(ostraka.restore(Path(folder) / "c"), want)
             if number == 29:
                 background.wait_for_background()
                 threads, files, before = set(threading.enumerate()), open_files(), resident()
         background.wait_for_background()
         assert len(os.listdir(folder)) == 1
         after = resident()
-        assert threads_but(threads) == []  # pyright: ignore[reportPossiblyUnboundVariable]
+        assert threads_left(threads) == []  # pyright: ignore[reportPossiblyUnboundVariable]
         new = open_files() - files  # pyright: ignore[reportPossiblyUnboundVariable]
         assert [name for name in new if name.startswith(folder)] == []
         assert new.total() < 50, new  # others may open some; if each save left one, it would be 90

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from ostraka.processes.operation import Operation
 from ostraka.testing import FaultyStore, run_processes
 from ostraka.testing._processes import _reserve_port
 from places import Place, in_the_way
+from runs import writes_held
 
 # Programs of one process
 
@@ -76,7 +76,11 @@ def assert_complete(path: Place) -> None:
     assert all((restored[f"w{n}"] == n).all() for n in range(16))
 
 
-LATE = "def late(): ostraka.{}(path, tree)\n"
+LATE = """
+def late():
+    ostraka.save(sys.argv[1] + "-now", tree)
+    ostraka.save_async(path, tree)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +116,10 @@ raise SystemExit(3)
     "by an error": Ending(
         "ostraka.save_async(path, tree)\nraise ValueError('mine')", code=1, err="ValueError: mine"
     ),
-    "save only then": Ending(LATE.format("save") + "atexit.register(late)"),
-    "save_async only then": Ending(LATE.format("save_async") + "atexit.register(late)"),
-    "save before the library ends": Ending(
-        LATE.format("save") + "ostraka.save_async; atexit.register(late)"
-    ),
-    "save_async before the library ends": Ending(
-        LATE.format("save_async") + "ostraka.save_async; atexit.register(late)"
-    ),
-    "save_async after the library has ended": Ending(
-        LATE.format("save_async") + "atexit.register(late); ostraka.save_async"
-    ),
+    "saves only then": Ending(LATE + "atexit.register(late)"),
+    "save_async only then": Ending("atexit.register(lambda: ostraka.save_async(path, tree))"),
+    "saves before the library ends": Ending(LATE + "ostraka.save_async; atexit.register(late)"),
+    "saves after the library has ended": Ending(LATE + "atexit.register(late); ostraka.save_async"),
     "save in a thread after the main one": Ending(
         """
 def late():
@@ -151,11 +148,12 @@ go_on.set()
 @pytest.mark.parametrize("name", ENDINGS)
 def test_program_that_ends_finishes_its_save(tmp_path: Path, name: str):
     ending = ENDINGS[name]
-    code, out, err = run(ending.body, tmp_path)
+    code, out, err = run(ending.body, tmp_path / "c")
     assert code == ending.code, err
     assert re.search(ending.out, out)
     assert re.search(ending.err, err), err
-    assert_complete(tmp_path)
+    for path in ("c", "c-now") if LATE in ending.body else ("c",):
+        assert_complete(tmp_path / path)
 
 
 def test_forked_process_does_not_wait_for_a_save_that_is_not_its_own(tmp_path: Path):
@@ -214,15 +212,15 @@ def test_error_is_told_once_when_the_program_ends(tmp_path: Path, name: str):
     assert len(re.findall(ending.err, err)) == 1, err
 
 
-def test_one_interrupt_lets_the_save_finish(place: Place):
+def test_one_interrupt_lets_the_save_finish(tmp_path: Path):
     body = "ostraka.save_async(path, tree)\nwhile True: time.sleep(0.01)"
-    with start(body, place) as program:
+    with start(body, tmp_path) as program:
         assert program.stdout is not None
         program.stdout.readline()
         program.send_signal(signal.SIGINT)
         _, err = program.communicate(timeout=120)
     assert "KeyboardInterrupt" in err
-    assert_complete(place)
+    assert_complete(tmp_path)
 
 
 def test_second_interrupt_gives_the_save_up(tmp_path: Path):
@@ -279,21 +277,6 @@ ostraka.save_async(path, tree)
 # Several processes
 
 
-@contextmanager
-def held(path: str) -> Generator[tuple[FaultyStore, threading.Event]]:
-    """A store in which all writes wait until the event is set."""
-    go_on = threading.Event()
-
-    def wait(verb: str, name: str) -> None:
-        if verb == "write":
-            go_on.wait()
-
-    try:
-        yield FaultyStore(path, before=wait), go_on
-    finally:
-        go_on.set()
-
-
 def save_and_step(folder: str) -> dict[str, Any]:
     """Values, refusals, exchanges and callbacks while a save goes on; all on every process."""
     found: dict[str, Any] = {}
@@ -301,7 +284,7 @@ def save_and_step(folder: str) -> dict[str, Any]:
     tree = make_tree(1)
     step = jax.jit(lambda t: jax.tree.map(lambda a: a + 1, t), donate_argnums=0)
     path = f"{folder}/a"
-    with held(path) as (store, go_on):
+    with writes_held(path) as (store, gate):
         handle = ostraka.save_async(store, tree, on_commit=lambda: commits.append(path))
         arrays = {name: tree[name] for name in ("sharded", "replicated")}
         for _ in range(3):
@@ -315,7 +298,7 @@ def save_and_step(folder: str) -> dict[str, Any]:
             with Operation("count") as operation:
                 found["sums"].append(operation.exchange("sum", number, sum))
         found["was_running"] = not handle.done()
-        go_on.set()
+        gate.open()
         handle.wait()
     found["record"] = handle.record
     found["commits"] = commits
@@ -358,7 +341,7 @@ def give_up_on_one(path: str) -> dict[str, Any]:
     """Process 1 gives up a save, as a second Ctrl-C does; then it is too late to."""
     me = jax.process_index()
     ostraka.save(path, make_tree(1))
-    with held(path) as (store, go_on):
+    with writes_held(path) as (store, gate):
         handle = ostraka.save_async(store, make_tree(2))
         if me == 1:
             handle._give_up("it was interrupted, and gave the save up")
@@ -366,7 +349,7 @@ def give_up_on_one(path: str) -> dict[str, Any]:
         operation = cast(Any, handle._give_up).__self__
         while operation._verdict is None:
             time.sleep(0.01)
-        go_on.set()
+        gate.open()
         given_up = caught(handle.wait)
     handle = ostraka.save_async(path, make_tree(3))
     handle.wait()
@@ -392,15 +375,15 @@ def work_among_four(folder: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_four_processes_save_while_they_go_on_fail_and_give_up(place: Place):
-    results = run_processes(work_among_four, str(place), processes=4, devices_per_process=2)
+def test_four_processes_save_while_they_go_on_fail_and_give_up(tmp_path: Path):
+    results = run_processes(work_among_four, str(tmp_path), processes=4, devices_per_process=2)
     for result in results:
         found = result.value["goes on"]
-        busy = f"a save to {place}/a is still under way; wait for it first"
+        busy = f"a save to {tmp_path}/a is still under way; wait for it first"
         assert found["refused"] == ("Busy", busy)
         assert found["sums"] == [4 * number for number in range(40)]
         assert found["was_running"]
-        assert found["commits"] == ([f"{place}/a"] if result.process == 0 else [])
+        assert found["commits"] == ([f"{tmp_path}/a"] if result.process == 0 else [])
         assert (found["restored"], found["was_done"], found["last"]) == (1, True, 4)
         assert found["record"].bytes == results[0].value["goes on"]["record"].bytes
         assert 0 < found["record"].process_bytes.least <= found["record"].process_bytes.most
@@ -419,5 +402,5 @@ def test_four_processes_save_while_they_go_on_fail_and_give_up(place: Place):
         assert (kind, found["kept"]) == ("SaveFailed", 3)
         assert "failed on process 1: it was interrupted, and gave the save up" in words
         assert found["late"] == ["SaveFailed"] * 18
-    assert ostraka.verify(place / "a").ok
-    assert not (place / "b").exists()
+    assert ostraka.verify(tmp_path / "a").ok
+    assert not (tmp_path / "b").exists()

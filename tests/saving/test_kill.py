@@ -171,7 +171,7 @@ def kill_saves(place: Place, *args: Any) -> dict[str, int]:
     ("trials", "nbytes"),
     [
         (10, 1 << 20),
-        (10, 32 << 20),
+        (10, 16 << 20),
         pytest.param(250, 4 << 20, marks=pytest.mark.soak),
         pytest.param(250, 96 << 20, marks=pytest.mark.soak),
     ],

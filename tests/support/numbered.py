@@ -1,6 +1,8 @@
 """Trees whose every element is one number, so that a mix of two saves shows."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -58,3 +60,12 @@ def caught(work: Callable[[], Any]) -> tuple[str, str]:
     except BaseException as error:
         return type(error).__name__, str(error)
     return "", "nothing was raised"
+
+
+def threads_left(known: Iterable[threading.Thread] = ()) -> list[str]:
+    """The names of Ostraka's threads that do not end: a save is over a moment before its thread."""
+    ours = {thread for thread in threading.enumerate() if thread.name.startswith("ostraka")}
+    deadline = time.monotonic() + 60
+    for thread in (new := ours - set(known)):
+        thread.join(max(0, deadline - time.monotonic()))
+    return [thread.name for thread in new if thread.is_alive()]

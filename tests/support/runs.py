@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 import ostraka
 from ostraka import Manager
 from ostraka.storage import open_store
+from ostraka.testing import FaultyStore
 
 LONG_S = 120.0
 """How long a test waits for an event."""
@@ -97,3 +99,13 @@ def raises_from(faults: Mapping[str, BaseException]) -> Callable[[str, str], Non
             raise faults[verb]
 
     return before
+
+
+@contextmanager
+def writes_held(path: Any) -> Generator[tuple[FaultyStore, Gate]]:
+    """A store in which no block is written before the gate is opened, or the block is left."""
+    gate = Gate("write")
+    try:
+        yield FaultyStore(path, before=gate), gate
+    finally:
+        gate.open()
