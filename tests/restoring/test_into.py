@@ -256,7 +256,7 @@ def measure_restore(path: str, how: str, layers: int, size: int) -> int:
 
 def test_a_restore_in_place_never_holds_two_models(tmp_path: Path):
     """The peak of memory: what a restore adds to the state itself, in a process of its own."""
-    layers, size = 32, 1 << 19  # 64 MiB in all
+    layers, size = 32, 1 << 20  # 128 MiB in all
     state_bytes = layers * size * 4
 
     def run(how: str) -> int:
