@@ -630,7 +630,7 @@ def test_opening_a_strangers_checkpoint_starts_nothing(tmp_path):
     del body["digest"]
     tree = {"list": None, "items": hostile()}
     (tmp_path / "_METADATA").write_bytes(sealed({**body, "tree": tree}))
-    (result,) = run_processes(events_of_opening, str(tmp_path), processes=1)
+    (result,) = run_processes(events_of_opening, str(tmp_path), processes=1, devices_per_process=8)
     assert result.value == (set(), set())
 
 
