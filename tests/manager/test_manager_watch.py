@@ -19,8 +19,7 @@ import pytest
 
 import ostraka
 from ostraka import Manager
-from ostraka.errors import Busy, Damaged, StoreError, UnsupportedFormat
-from ostraka.layout import shard_file
+from ostraka.errors import Busy, Damaged, StoreError
 from ostraka.manager._keep import check_keep
 from ostraka.manager.leases import ReaderLease, is_lease, remove_expired_leases
 from ostraka.manager.retain import Retention, remove_step
@@ -28,16 +27,11 @@ from ostraka.manager.steps import Root
 from ostraka.manager.watch import Watch
 from ostraka.storage import MemoryStore, Store, _claim, _memory, open_store
 from ostraka.testing import FaultyStore, run_processes
-from places import names_of, place_of_kind
+from places import names_of
 from programs import run_quietly
 from runs import LONG_S, damage, fill, tree_of, wait_until
 
 KEEP_ONE = check_keep(1, None, None, None, None)
-
-
-@pytest.fixture(params=["directory", "memory", "without locks", "bucket"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return place_of_kind(request.param, "runs", request, tmp_path)
 
 
 def writing(root: Any, **options: Any) -> Manager:
@@ -126,17 +120,6 @@ def test_what_is_no_step_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFi
     for step in reader.watch(after=2, timeout_s=0):
         with pytest.raises(Damaged, match="step_00000003"):
             reader.restore(step)
-
-
-def test_a_step_of_a_newer_version(tmp_path: Path):
-    fill(tmp_path, 1)
-    path = tmp_path / "step_00000001" / "_METADATA"
-    text = path.read_bytes().replace(b'"version":1,', b'"version":3,', 1)
-    text = text[: text.rindex(b',"digest":')]
-    path.write_bytes(text + b',"digest":"' + shard_file.digest(text).encode() + b'"}\n')
-    with pytest.raises(UnsupportedFormat, match="install a newer ostraka"):
-        next(watching(tmp_path))
-    assert leases(tmp_path) == []
 
 
 # Leases
