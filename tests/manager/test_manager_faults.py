@@ -31,7 +31,6 @@ from ostraka.errors import (
 from ostraka.manager.steps import RESERVED_KEY
 from ostraka.testing import FaultyStore, run_processes
 from places import names_of
-from programs import run_quietly
 from runs import damage, error_of, fill, steps_in, tree_of
 
 # Arguments
@@ -396,17 +395,16 @@ def test_a_manager_that_nobody_has_any_more_gives_sigterm_back(tmp_path: Path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-UNCLOSED = """
-import sys, ostraka
-manager = ostraka.Manager(sys.argv[1] + "/runs", mirror=sys.argv[1] + "/mirror")
-manager.save(1, {'a': 1})
-manager.wait()
-manager.pin(1)
-"""
+def leave_unclosed(root: str) -> None:
+    manager = Manager(f"{root}/runs", mirror=f"{root}/mirror")
+    manager.save(1, {"a": 1})
+    manager.wait()
+    manager.pin(1)
 
 
 def test_a_program_that_never_closes_its_manager_ends_quietly(tmp_path: Path):
-    assert run_quietly(UNCLOSED, tmp_path) == ""
+    (result,) = run_processes(leave_unclosed, str(tmp_path), processes=1)
+    assert (result.stdout, result.stderr) == ("", "")
     assert steps_in(tmp_path / "runs") == steps_in(tmp_path / "mirror") == [1]
 
 

@@ -175,29 +175,6 @@ def test_values_output_and_counts_come_back():
         assert 0 < result.duration_s < 240
 
 
-def test_when_all_fail_each_reports_its_own_error():
-    # Were process 0 gone at once, JAX would abort process 1.
-    with pytest.raises(
-        ProcessesFailed, match=r"^test_testing:fail_everywhere: process 0 failed: Odd"
-    ) as caught:
-        run_processes(fail_everywhere, grace_s=100)
-    assert [r.error for r in caught.value.results] == ["Odd: no luck on 0", "Odd: no luck on 1"]
-    assert [r.exit_code for r in caught.value.results] == [1, 1]
-
-
-def test_a_killed_process_and_its_survivor_that_fails(tmp_path: Path):
-    mark = tmp_path / "here"
-    results = run_processes(
-        outlive_the_other, str(mark), check=False, on_start=kill_when(1, appears=mark, after_s=0.1)
-    )
-    assert [(r.exit_code, r.value) for r in results] == [(1, None), (-9, None)]
-    assert results[0].error == "Odd: no luck on 0"
-    assert results[0].traceback is not None
-    assert "in outlive_the_other" in results[0].traceback
-    assert results[1].error is None
-    assert "about to hang" in results[1].stdout
-
-
 # --- how things fail, without JAX --------------------------------------------------------
 
 
