@@ -161,17 +161,6 @@ def test_several_names_of_one_step(tmp_path: Path):
     assert names_of(tmp_path) == []
 
 
-def test_foreign_files_in_a_step_survive_it(tmp_path: Path):
-    fill(tmp_path, 1)
-    (tmp_path / "step_00000001" / "notes.txt").write_text("mine")
-    with Manager(tmp_path, keep=1, asynchronous=False) as manager:
-        manager.save(2, tree_of(2))
-        assert manager.steps() == [2]
-        assert names_in(tmp_path / "step_00000001") == ["notes.txt"]
-        with pytest.raises(PathInTheWay, match="step_00000001 is a directory with other things"):
-            manager.save(1, tree_of(1), force=True)
-
-
 def test_steps_saved_and_removed_by_others_are_seen(tmp_path: Path):
     with Manager(tmp_path, read_only=True) as reader:
         assert reader.steps() == []
@@ -461,10 +450,13 @@ def test_a_closed_manager(tmp_path: Path):
         with pytest.raises(ValueError, match="the manager of .* is closed"):
             call()
     assert ostraka.verify(tmp_path / "step_00000001").ok
+    before = signal.getsignal(signal.SIGTERM)
     abandoned = Manager(tmp_path, audit_every=1)
+    assert signal.getsignal(signal.SIGTERM) != before
     abandoned.save(2, tree_of(2))
     abandoned.wait()
     del abandoned
+    assert signal.getsignal(signal.SIGTERM) == before
     Manager(tmp_path).close()
 
 
@@ -561,21 +553,26 @@ def test_what_cannot_be_deleted_does_not_fail_the_save(
 
 
 def test_a_save_that_fails_is_heard_of_and_never_listed(tmp_path: Path):
-    def save_and_wait(step: int, tree: Any) -> None:
-        manager.save(step, tree)
-        manager.wait()
-
+    """A step that other people's files are in is deleted, and they survive."""
     fill(tmp_path, 1)
-    with Manager(tmp_path) as manager:
+    (tmp_path / "step_00000001" / "notes.txt").write_text("mine")
+    with Manager(tmp_path, keep=1) as manager:
+        manager.save(2, tree_of(2))
+        manager.wait()
+        assert manager.steps() == [2]
+        assert names_in(tmp_path / "step_00000001") == ["notes.txt"]
+        in_the_way = "step_00000001 is a directory with other things"
+        with pytest.raises(PathInTheWay, match=in_the_way):
+            manager.save(1, tree_of(1), force=True, asynchronous=False)
         with pytest.raises(InvalidTree, match="can't be saved"):
-            manager.save(2, {"a": object()}, asynchronous=False)
-        (tmp_path / "step_00000002").mkdir()
-        (tmp_path / "step_00000002" / "notes.txt").write_text("mine")
-        with pytest.raises(PathInTheWay, match="with other things in it"):
-            save_and_wait(2, tree_of(2))
-        assert manager.steps() == [1]
-        save_and_wait(3, tree_of(3))
-        assert manager.steps() == [1, 3]
+            manager.save(3, {"a": object()}, asynchronous=False)
+        manager.save(1, tree_of(1), force=True)
+        with pytest.raises(PathInTheWay, match=in_the_way):
+            manager.wait()
+        assert manager.steps() == [2]
+        manager.save(3, tree_of(3))
+        manager.wait()
+        assert manager.steps() == [3]
 
 
 # Records

@@ -386,15 +386,6 @@ def test_a_second_signal_may_come_while_the_first_is_handled(tmp_path: Path):
     assert lines == []
 
 
-def test_a_manager_that_nobody_has_any_more_gives_sigterm_back(tmp_path: Path):
-    before = signal.getsignal(signal.SIGTERM)
-    manager = Manager(tmp_path)
-    assert signal.getsignal(signal.SIGTERM) != before
-    del manager
-    gc.collect()
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 def leave_unclosed(root: str) -> None:
     manager = Manager(f"{root}/runs", mirror=f"{root}/mirror")
     manager.save(1, {"a": 1})
