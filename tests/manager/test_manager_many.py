@@ -62,14 +62,14 @@ def retain(root: Path, steps: int, leases: int) -> Counter[str]:
 
 @pytest.mark.parametrize("leases", [0, 8])
 def test_retention_makes_as_many_calls_for_each_step(leases: int):
-    """From 64 steps to 128 it grows as from 128 to 192: neither scans nor listings for each."""
+    """From 48 steps to 96 it grows as from 96 to 144: neither scans nor listings for each."""
     with TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as root:
-        counts = [retain(Path(root, str(steps)), steps, leases) for steps in (64, 128, 192)]
+        counts = [retain(Path(root, str(steps)), steps, leases) for steps in (48, 96, 144)]
     first, second = (after["total"] - before["total"] for before, after in pairwise(counts))
     assert second <= first * 1.1
-    assert first <= 64 * 24
+    assert first <= 48 * 24
     # A listing for each 32 steps that are claimed together.
-    assert counts[2]["list of the root"] <= 192 // 32 + 8
+    assert counts[2]["list of the root"] <= 144 // 32 + 8
 
 
 def test_the_steps_that_a_lease_covers():

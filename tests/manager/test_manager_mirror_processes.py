@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import ostraka
+from numbered import on_all
 from ostraka import Manager
 from ostraka.common.record import Record
 from ostraka.errors import Damaged
@@ -24,11 +23,7 @@ from runs import LONG_S, contents, damage, error_of, raises_from, steps_in
 
 
 def tree_of(step: int, size: int = 3 << 12) -> dict[str, Any]:
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
-    value = np.arange(size, dtype=np.int32) + step
-    place = NamedSharding(mesh, P("data"))
-    spread = jax.make_array_from_callback(value.shape, place, lambda index: value[index])
-    return {"a": spread, "step": step}
+    return {"a": on_all(np.arange(size, dtype=np.int32) + step, "x"), "step": step}
 
 
 # Copying together

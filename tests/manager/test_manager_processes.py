@@ -31,9 +31,9 @@ from nnx_models import ADAM, train
 from ostraka import Best, Manager, sharding
 from ostraka.manager import _pending
 from ostraka.storage import _claim
-from ostraka.testing import run_processes
-from places import at, remove_tree
-from runs import damage, error_of, steps_in
+from ostraka.testing import kill_when, run_processes
+from places import at, flip, remove_tree
+from runs import error_of, steps_in
 
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
@@ -141,7 +141,7 @@ def fall_back(root: str) -> dict[str, Any]:
             manager.save(step, tree_of(step))
         manager.wait()
         if jax.process_index() == 0:
-            damage(root, 30)
+            flip(max(Path(root).glob("step_00000030/shards-*/*.safetensors")), -1)
         multihost_utils.sync_global_devices("damaged")
         said["damaged"] = error_of(lambda: manager.restore(like=like))
         with warnings.catch_warnings(record=True) as caught:
@@ -301,16 +301,12 @@ def kill_at(
 ) -> Callable[[list[subprocess.Popen[bytes]]], None]:
     """Kill one process, and soon after the rest, as whatever started them would."""
 
-    def watch(popens: list[subprocess.Popen[bytes]]) -> None:
-        while not os.path.exists(mark):
-            time.sleep(0.001)
-        time.sleep(delay_s)
-        popens[victim].kill()
-        time.sleep(0.3)
-        for popen in popens:
-            popen.kill()
+    def start(popens: list[subprocess.Popen[bytes]]) -> None:
+        for process in range(len(popens)):
+            pause_s = delay_s + 0.3 * (process != victim)
+            kill_when(process, appears=mark, after_s=pause_s)(popens)
 
-    return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
+    return start
 
 
 def check_every_step(root: str, reached: int, every: int) -> None:

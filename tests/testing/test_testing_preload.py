@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ostraka.testing import ProcessesFailed, _processes, kill_when, preloaded, run_processes
-from test_testing import fail_everywhere, outlive_the_other, wait_until_gone
+from workers import fail_everywhere, outlive_the_other, wait_until_gone
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +81,7 @@ def test_they_are_jax_processes():
 def test_when_all_fail_each_reports_its_own_error():
     # Were process 0 gone at once, JAX would abort process 1.
     with pytest.raises(
-        ProcessesFailed, match=r"^test_testing:fail_everywhere: process 0 failed: Odd"
+        ProcessesFailed, match=r"^workers:fail_everywhere: process 0 failed: Odd"
     ) as caught:
         run_processes(fail_everywhere, grace_s=100)
     assert [r.error for r in caught.value.results] == ["Odd: no luck on 0", "Odd: no luck on 1"]
