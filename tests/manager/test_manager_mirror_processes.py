@@ -97,9 +97,10 @@ def test_each_process_copies_what_it_wrote(tmp_path: Path):
     assert contents(tmp_path / "mirror-late" / name) == contents(tmp_path / "runs-late" / name)
 
 
-def test_processes_that_copy_to_a_bucket(tmp_path: Path, bucket: str):
-    results = run_processes(train, str(tmp_path), f"{bucket}/mirror", [1, 2], processes=2)
+def test_processes_that_copy_from_a_bucket_to_a_bucket(bucket: str):
+    results = run_processes(train, f"{bucket}/runs", f"{bucket}/mirror", [1, 2], processes=2)
     assert all(result.value["made"] for result in results)
+    assert steps_in(f"{bucket}/runs") == [1, 2]
     assert steps_in(f"{bucket}/mirror") == [2]
 
 
