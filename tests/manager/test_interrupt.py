@@ -51,6 +51,8 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path):
 
 def test_ctrl_c_after_the_last_save(tmp_path: Path):
     before = signal.getsignal(signal.SIGINT)
+    Manager(tmp_path, on_interrupt="save").close()  # without any Ctrl-C
+    assert signal.getsignal(signal.SIGINT) is before
     manager = Manager(tmp_path, on_interrupt="save")
     manager.save(1, tree_of(1))
     interrupt()
