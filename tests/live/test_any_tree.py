@@ -274,7 +274,7 @@ REFUSED = "two leaves have the path|has a key|has the key|there is nothing to sa
 
 @pytest.mark.filterwarnings("ignore::ostraka.errors.PartialRestore")
 @settings(
-    max_examples=150,
+    max_examples=100,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     deadline=None,
 )

@@ -1,6 +1,6 @@
 """NNX objects anywhere in a tree: what is saved, under which names, and what comes back."""
 
-import warnings
+import enum
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
@@ -25,6 +24,10 @@ from nnx_models import (
     train,
     trained,
 )
+
+
+class Mode(enum.IntEnum):
+    FAST = 1
 
 
 class Quantity(nnx.Variable):
@@ -163,6 +166,7 @@ def test_it_comes_back_by_a_template_an_abstract_one_and_in_place(tmp_path: Path
     assert bits(like) == before
     if name not in ("both", "split", "no variables", "containers", "variables"):  # No plain values
         found.append(ostraka.restore(tmp_path / "c", like=nnx.eval_shape(lambda: make(1))))
+        found.append(ostraka.restore(tmp_path / "c", into=nnx.eval_shape(lambda: make(1))))
     found.append(ostraka.restore(tmp_path / "c", into=target))
     for restored in found:
         assert_same(restored, tree)
@@ -193,15 +197,6 @@ def test_restored_objects_work_as_the_saved_ones(tmp_path: Path):
 # States and graph definitions
 
 
-def test_a_state_comes_back_as_a_state(tmp_path: Path):
-    model, _ = trained()
-    restored = round_trip(tmp_path / "c", nnx.state(model), nnx.state(make_block(1)))
-    assert_same(restored, nnx.state(model))
-    assert_same(nnx.merge(nnx.graphdef(model), restored), model)
-    nnx.update(other := make_block(1), restored)
-    assert_same(other, model)
-
-
 def nested_state() -> nnx.State:
     """States in a state, and dicts, which JAX tells apart."""
     return nnx.State(
@@ -230,15 +225,9 @@ def test_a_state_has_the_same_containers_again(tmp_path: Path, make: Any):
     ):
         assert jax.tree.structure(restored) == jax.tree.structure(state)
         assert bits(restored) == bits(state)
-        assert jax.tree.map(jnp.shape, restored) == jax.tree.map(jnp.shape, state)
-
-
-def test_a_state_without_a_template_is_made_of_dicts(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"state": nested_state()})
     plain = ostraka.restore(tmp_path / "c")["state"]
-    assert type(plain["state"]["deep"]) is dict
-    assert sorted(plain["dict"]) == [3, 5]
-    assert isinstance(plain["dict"][3], jax.Array)
+    assert type(plain) is type(plain.get("state", {})) is dict
+    assert [*bits(plain).values()] == [*bits(state).values()]
 
 
 @pytest.mark.parametrize("as_module", [True, False])
@@ -252,21 +241,6 @@ def test_module_and_state_have_the_same_leaves(tmp_path: Path, as_module: bool):
     assert bits(nnx.state(restored) if isinstance(restored, Block) else restored) == bits(
         nnx.state(model)
     )
-
-
-def test_a_cache_of_decoding(tmp_path: Path):
-    def make(seed: int) -> nnx.MultiHeadAttention:
-        attention = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(seed))
-        attention.init_cache((1, 5, 8))
-        return attention
-
-    attention = make(0)
-    attention(jnp.ones((1, 1, 8)))
-    restored = round_trip(tmp_path / "c", attention, make(1))
-    assert_same(restored, attention)
-    assert int(restored.cache_index[...]) == 1
-    token = jnp.full((1, 1, 8), 2.0)
-    assert np.array_equal(restored(token), attention(token))
 
 
 def test_tied_variables_are_saved_once_and_stay_tied(tmp_path: Path):
@@ -304,35 +278,34 @@ def test_variables_that_are_references(tmp_path: Path, kind: str):
 
 
 def test_metadata_of_variables_is_kept(tmp_path: Path):
-    variable = nnx.Param(
-        jnp.ones((4, 2)), out_sharding=("fsdp", None), eager_sharding=False, tag="x", rank=3
-    )
-    ostraka.save(tmp_path / "c", {"v": variable})
+    spec = P(("fsdp", "tp"), None)
+    about: dict[str, Any] = {
+        "text": "x",
+        "rank": 3,
+        "range": (0.0, float("nan")),
+        "mode": Mode.FAST,
+        "also": [1, "x"],
+        "names": ("fsdp", None),
+        "out_sharding": spec,
+        "eager_sharding": False,
+    }
+    variable = nnx.Param(jnp.ones((4, 2)), **about)
+    like = {"v": variable.replace(jnp.zeros((4, 2)))}
+    found = round_trip(tmp_path / "c", {"v": variable}, like)["v"].get_metadata()
+    assert {name: found[name] for name in about} == about
     restored = ostraka.restore(tmp_path / "c", as_state=True)["v"]
     assert type(restored) is nnx.Param
     found = restored.get_metadata()
-    assert found["tag"] == "x"
-    assert found["rank"] == 3
-    assert tuple(found["out_sharding"]) == ("fsdp", None)
-
-
-def test_metadata_of_partition_specs_is_kept(tmp_path: Path):
-    spec = P(("fsdp", "tp"), None)
-    variable = nnx.Param(jnp.ones((4, 2)), out_sharding=spec, eager_sharding=False)
-    restored = round_trip(
-        tmp_path / "c", {"v": variable}, {"v": variable.replace(jnp.zeros((4, 2)))}
-    )
-    assert restored["v"].get_metadata()["out_sharding"] == spec
-    as_state = ostraka.restore(tmp_path / "c", as_state=True)["v"]
-    assert P(*as_state.get_metadata()["out_sharding"]) == spec
+    for name in ("text", "rank", "range", "mode", "also", "names"):
+        assert repr(found[name]) == repr(about[name]), name
+    assert P(*found["out_sharding"]) == spec
 
 
 # Values at the time of the call
 
 
-@pytest.mark.parametrize("store", ["disk", "memory"])
-def test_later_steps_do_not_reach_into_a_save(tmp_path: Path, store: str):
-    path = tmp_path / "c" if store == "disk" else "memory://test_nnx/donation"
+def test_later_steps_do_not_reach_into_a_save():
+    path = "memory://test_nnx/donation"
     model, optimizer = trained()
     counts = np.arange(3)
     expected = bits((model, optimizer))
@@ -351,41 +324,3 @@ def test_later_steps_do_not_reach_into_a_save(tmp_path: Path, store: str):
     restored = ostraka.restore(path, like=like)
     assert bits((restored["model"], restored["optimizer"])) == expected
     assert np.array_equal(restored["counts"], [0, 1, 2])
-
-
-def test_steps_with_donation_after_a_restore_do_not_reach_into_another(tmp_path: Path):
-    model, optimizer = trained()
-    expected = bits(model)
-    ostraka.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
-    first = ostraka.restore(tmp_path / "c", like={"model": make_block(1)})["model"]
-    second = ostraka.restore(tmp_path / "c", like={"model": first})["model"]
-
-    @nnx.jit(donate_argnums=0)
-    def double(model: Block) -> None:
-        nnx.update(model, jax.tree.map(lambda x: x * 2, nnx.state(model, nnx.Param)))
-
-    double(first)
-    assert bits(second) == expected
-    assert bits(model) == expected
-
-
-def test_sharded_variables_come_back_as_they_lie(tmp_path: Path):
-    mesh = jax.make_mesh((8,), ("x",))
-    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
-    sharding = NamedSharding(mesh, P("x", None))
-    model.kernel.set_value(jax.device_put(model.kernel.get_value(), sharding))
-    restored = round_trip(tmp_path / "c", model, model)
-    assert restored.kernel.get_value().sharding.is_equivalent_to(sharding, 2)
-    assert_same(restored, model)
-
-
-def test_no_warning_is_given(tmp_path: Path):
-    """None of Flax's deprecations, either: pytest would hide nothing, but users' logs might."""
-    model, optimizer = trained()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ostraka.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
-        ostraka.restore(tmp_path / "c", like={"model": model, "optimizer": optimizer})
-        ostraka.restore(tmp_path / "c", into={"model": model, "optimizer": optimizer})
-        ostraka.restore(tmp_path / "c", as_state=True)
-    assert not caught

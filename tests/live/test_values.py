@@ -115,18 +115,12 @@ def devices_of(array: Any) -> str:
 MIXED_UP = ["", "abc", "aabc", "abab", "aabb", "aaba", "aabbcdcd", "abcdabcd"]
 
 
-@pytest.mark.parametrize("mixed_up", MIXED_UP)
-def test_an_array_that_threads_have_mixed_up_is_taken_apart_anew(mixed_up: str):
-    assert devices_of(Listed(mixed_up, twin=Listed("abcd"))) == "abcd"
-
-
-def test_a_list_that_is_whole_is_taken():
+def test_an_array_that_threads_have_mixed_up_is_taken_apart_anew():
+    for mixed_up in MIXED_UP:
+        assert devices_of(Listed(mixed_up, twin=Listed("abcd"))) == "abcd", mixed_up
+        # One that spans processes has no twin: its list is whole in a moment.
+        assert devices_of(Listed(mixed_up, mixed_up, mixed_up + "dcba")) == "abcd", mixed_up
     assert devices_of(Listed("abcd", twin=Listed("dcba"))) == "abcd"
-
-
-@pytest.mark.parametrize("mixed_up", MIXED_UP)
-def test_shards_of_an_array_that_spans_processes_are_told_by_their_devices(mixed_up: str):
-    assert devices_of(Listed(mixed_up, mixed_up, mixed_up + "dcba")) == "abcd"
 
 
 def test_an_array_that_can_not_be_taken_apart_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -195,20 +189,20 @@ def test_arrays_that_span_processes_and_that_a_thread_looks_at_during_a_save(tmp
 
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
 def test_a_part_of_a_large_shard_is_cut_out_where_it_lies(dtype: str):
-    numbers = np.arange(20 << 20).reshape(1 << 10, 20 << 10) % 7
+    numbers = np.arange(9 << 20).reshape(1 << 10, 9 << 10) % 7
     array = jax.device_put(jax.numpy.asarray(numbers, dtype), jax.devices()[3])
-    whole: Box = ((0, 1 << 10), (0, 20 << 10))
+    whole: Box = ((0, 1 << 10), (0, 9 << 10))
     placed = Placement(array.shape, [jax.devices()[3]], {3: 0}, {3: whole}, gives_views=False)
     value = ShardedValue(array, placed)
     with jax.transfer_guard_host_to_device("disallow"):  # of the program, not of what it saves
-        part = value.read(3, ((513, 514), (5, 20_000)))
+        part = value.read(3, ((513, 514), (5, 9_000)))
     assert value.band_bytes == BAND_BYTES
-    assert (part.astype(np.int64) == numbers[513:514, 5:20_000]).all()
+    assert (part.astype(np.int64) == numbers[513:514, 5:9_000]).all()
     small = ShardedValue(sharded(NUMBERS), Placement((8, 8), jax.devices(), {}, BOXES, False))
     assert small.band_bytes == 0
 
 
-@pytest.mark.parametrize("shape", [(20, 1 << 20), (3, 5_600_001), (16_000_001,)])
+@pytest.mark.parametrize("shape", [(9, 1 << 20), (3, 3_000_001), (9_000_001,)])
 def test_a_large_array_is_converted_in_bands(tmp_path: Path, shape: tuple[int, ...]):
     numbers = np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
     tree = {"four": jax.numpy.asarray(numbers, "int4"), "cast": jax.numpy.asarray(numbers)}

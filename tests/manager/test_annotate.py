@@ -1,72 +1,49 @@
 """Metrics and pins that another process adds to committed steps."""
 
 import json
-import subprocess
-import sys
+import math
 from pathlib import Path
+from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
 import ostraka
 from ostraka import Best, Manager
 from ostraka.errors import CheckpointNotFound, PathInTheWay
-from ostraka.manager import annotate as module
 from places import Place, names_of
-
-
-def save_steps(place: Place, *steps: int, **options) -> None:
-    with Manager(place, **options) as manager:
-        for step in steps:
-            manager.save(step, {"w": jnp.full(4, step)}, metrics={"loss": 1 / step})
+from programs import run_quietly
+from runs import fill, tree_of
 
 
 def test_best_by_evaluation(place: Place):
-    """The evaluator says that step 2 is the best. The loss of the training says 3."""
-    save_steps(place, 1, 2, 3)
+    """The evaluator says that step 2 is the best. The loss of the training says 1."""
+    fill(place, 1, 2, 3)
     for step, loss in {1: 0.5, 2: 0.1, 3: 0.9}.items():
         ostraka.annotate(place / str(step), metrics={"eval": loss})
     manager = Manager(place, read_only=True)
     assert manager.best(Best("eval")) == 2
-    assert manager.best(Best("loss")) == 3
-    assert manager.metrics(2) == {"loss": 0.5, "eval": 0.1}
+    assert manager.best(Best("loss")) == 1
+    assert manager.metrics(2) == {"loss": 2.0, "eval": 0.1}
     assert ostraka.verify(place / "2").notes == ()
+    # They are added and replaced, also those of the newest step, until it is saved again.
+    ostraka.annotate(place / "3", metrics={"a": 1, "b": float("nan")})
+    ostraka.annotate(place, metrics={"a": 2.5, "eval": 0.0})
+    found = manager.metrics(3)
+    assert math.isnan(found.pop("b"))
+    assert found == {"loss": 3.0, "eval": 0.0, "a": 2.5}
+    fill(place, 3)
+    assert manager.metrics(3) == {"loss": 3.0}
 
 
-def test_retention_keeps_the_best_by_evaluation(place: Place):
-    with Manager(place, keep=1, keep_best=Best("loss")) as manager:
+def test_retention_keeps_the_best_by_evaluation(tmp_path: Path):
+    with Manager(tmp_path, keep=1, keep_best=Best("loss"), asynchronous=False) as manager:
         for step, loss in {1: 0.3, 2: 0.2}.items():
-            manager.save(step, {"w": jnp.ones(4)}, metrics={"loss": loss})
-            manager.wait()
+            manager.save(step, tree_of(step), metrics={"loss": loss})
         assert manager.steps() == [2]
-        ostraka.annotate(place / "2", metrics={"loss": 7.0})  # worse than it looked
-        manager.save(3, {"w": jnp.ones(4)}, metrics={"loss": 0.4})
-        manager.save(4, {"w": jnp.ones(4)}, metrics={"loss": 0.5})
-        manager.wait()
+        ostraka.annotate(tmp_path / "2", metrics={"loss": 7.0})  # worse than it looked
+        manager.save(3, tree_of(3), metrics={"loss": 0.4})
+        manager.save(4, tree_of(4), metrics={"loss": 0.5})
         assert manager.steps() == [3, 4]
-
-
-def test_metrics_are_added_and_replaced(tmp_path: Path):
-    save_steps(tmp_path, 1)
-    ostraka.annotate(tmp_path / "1", metrics={"a": 1, "b": float("nan")})
-    ostraka.annotate(tmp_path, metrics={"a": 2.5})  # the newest step
-    found = Manager(tmp_path, read_only=True).metrics(1)
-    assert (found["a"], found["b"] != found["b"], found["loss"]) == (2.5, True, 1.0)
-
-
-def test_a_step_that_is_saved_again_loses_them(tmp_path: Path):
-    save_steps(tmp_path, 1)
-    ostraka.annotate(tmp_path / "1", metrics={"eval": 0.1})
-    save_steps(tmp_path, 1)
-    assert Manager(tmp_path, read_only=True).metrics(1) == {"loss": 1.0}
-
-
-def test_a_deleted_step_leaves_nothing(tmp_path: Path):
-    save_steps(tmp_path, 1, 2)
-    ostraka.annotate(tmp_path / "1", metrics={"eval": 0.1}, pinned=True)
-    with Manager(tmp_path) as manager:
-        manager.delete(1)
-    assert names_of(tmp_path) == ["step_00000002"]
 
 
 def test_a_step_that_is_annotated_while_retention_looks_stays(
@@ -83,53 +60,60 @@ def test_a_step_that_is_annotated_while_retention_looks_stays(
             ostraka.annotate(tmp_path / "1", metrics={"eval": 0.1})
             super().take(**options)
 
-    with Manager(tmp_path, keep=1, keep_best=Best("eval")) as manager:
-        manager.save(1, {"w": jnp.ones(4)})
-        manager.wait()
+    with Manager(tmp_path, keep=1, keep_best=Best("eval"), asynchronous=False) as manager:
+        manager.save(1, tree_of(1))
         monkeypatch.setattr(retain, "Claim", Late)
-        manager.save(2, {"w": jnp.ones(4)})
-        manager.wait()
+        manager.save(2, tree_of(2))
         assert manager.steps() == [1, 2]
 
 
 def test_pins_from_another_process(tmp_path: Path):
-    save_steps(tmp_path, 1)
-    code = "import ostraka, sys; ostraka.annotate(sys.argv[1], pinned=True)"
-    code += "; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "1")], check=True)
-    save_steps(tmp_path, 2, 3, keep=1)
-    assert Manager(tmp_path, read_only=True).steps() == [1, 3]
+    """Neither `annotate` nor `latest` needs JAX."""
+    fill(tmp_path, 1)
+    code = "import ostraka, sys; ostraka.annotate(sys.argv[1] + '/1', pinned=True)"
+    code += "; print(ostraka.latest(sys.argv[1]), 'jax' in sys.modules)"
+    assert run_quietly(code, tmp_path) == "1 False\n"
+    fill(tmp_path, 2, 3, keep=1)
+    reader = Manager(tmp_path, read_only=True)
+    assert reader.steps() == [1, 3]
     ostraka.annotate(tmp_path / "1", pinned=False)
-    save_steps(tmp_path, 4, keep=1)
-    assert Manager(tmp_path, read_only=True).steps() == [4]
+    fill(tmp_path, 4, keep=1)
+    assert reader.steps() == [4]
+    ostraka.annotate(tmp_path / "4", metrics={"eval": 0.1}, pinned=True)
+    with Manager(tmp_path) as manager:
+        manager.delete(4)
+    assert names_of(tmp_path) == []
 
 
-def test_notes_that_cannot_be_read_keep_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    save_steps(tmp_path, 1)
-    (tmp_path / "step_00000001" / "_METRICS").write_bytes(b"{")
-    save_steps(tmp_path, 2, keep=1, keep_best="loss")
-    assert Manager(tmp_path, read_only=True).steps() == [1, 2]
-    assert "_METRICS: it is no JSON" in caplog.text
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'{"save": "x", "metrics": {"a": 1}}', b"{}"], ids=str
+)
+def test_notes_of_others_do_not_count(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+):
+    """Those that can't be read keep the step."""
+    fill(tmp_path, 2)
+    (tmp_path / "step_00000002" / "_METRICS").write_bytes(content)
+    assert Manager(tmp_path, read_only=True).metrics(2) == {"loss": 2.0}
+    fill(tmp_path, 3, keep=1)
+    is_unreadable = content == b"{"
+    assert Manager(tmp_path, read_only=True).steps() == ([2, 3] if is_unreadable else [3])
+    assert ("_METRICS: it is no JSON" in caplog.text) == is_unreadable
 
 
-@pytest.mark.parametrize("content", [b"[]", b'{"save": "x", "metrics": {"a": 1}}', b"{}"])
-def test_notes_of_others_do_not_count(tmp_path: Path, content: bytes):
-    save_steps(tmp_path, 1)
-    (tmp_path / "step_00000001" / "_METRICS").write_bytes(content)
-    assert Manager(tmp_path, read_only=True).metrics(1) == {"loss": 1.0}
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({}, ValueError, "nothing to do; pass metrics= or pinned="),
+    ({"metrics": 3}, TypeError, "metrics must be a dict, such as {'loss': 0.5}, not 3"),
+    ({"metrics": {"a": "high"}}, TypeError, "metric 'a' must be a number, not 'high'"),
+    ({"pinned": 1}, TypeError, "pinned must be True, False or None, not 1"),
+]
 
 
 def test_refusals(tmp_path: Path):
-    save_steps(tmp_path, 1)
-    step = tmp_path / "1"
-    with pytest.raises(ValueError, match="nothing to do; pass metrics= or pinned="):
-        ostraka.annotate(step)
-    with pytest.raises(TypeError, match="metrics must be a dict, such as {'loss': 0.5}, not 3"):
-        ostraka.annotate(step, metrics=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="metric 'a' must be a number, not 'high'"):
-        ostraka.annotate(step, metrics={"a": "high"})
-    with pytest.raises(TypeError, match="pinned must be True, False or None, not 1"):
-        ostraka.annotate(step, pinned=1)  # type: ignore[arg-type]
+    fill(tmp_path, 1)
+    for given, kind, message in WRONG:
+        with pytest.raises(kind, match=message):
+            ostraka.annotate(tmp_path / "1", **given)
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint at .*/7"):
         ostraka.annotate(tmp_path / "7", metrics={"a": 1})
     other = tmp_path / "model"
@@ -138,4 +122,3 @@ def test_refusals(tmp_path: Path):
     with pytest.raises((PathInTheWay, CheckpointNotFound), match="not written by Ostraka"):
         ostraka.annotate(other, metrics={"a": 1})
     assert sorted(path.name for path in other.iterdir()) == ["config.json"]
-    assert module.__name__ == "ostraka.manager.annotate"

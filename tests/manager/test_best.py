@@ -22,8 +22,3 @@ def test_names_that_say_what_is_good(name: str, mode: str):
 def test_names_that_do_not(tmp_path: Path, name: str):
     with pytest.raises(ValueError, match=rf"pass Best\('{name}', 'min'\) or Best\('{name}', 'max'"):
         ostraka.Manager(tmp_path, keep_best=name)
-
-
-def test_other_values(tmp_path: Path):
-    with pytest.raises(TypeError, match=r"keep_best must be a Best, such as Best\('loss', 'min'\)"):
-        ostraka.Manager(tmp_path, keep_best=3)  # type: ignore[arg-type]

@@ -1,23 +1,16 @@
-"""`ostraka.latest`: the newest step, by the rules of a read-only manager."""
+"""The newest step, by `ostraka.latest` and by managers, and places that hold none."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
 import ostraka
 from ostraka import Manager
-from ostraka.errors import CheckpointNotFound, Damaged
+from ostraka.errors import CheckpointNotFound, Damaged, PathInTheWay
 from places import Place
-
-
-def fill(root: Any, *steps: int) -> None:
-    with Manager(root, asynchronous=False) as manager:
-        for step in steps:
-            manager.save(step, {"w": jnp.full(2, step)})
+from runs import damage, fill, tree_of
 
 
 def latest_of_manager(root: Any) -> int | None:
@@ -25,54 +18,56 @@ def latest_of_manager(root: Any) -> int | None:
         return manager.latest()
 
 
+LOOKS: list[Callable[[Any], Any]] = [ostraka.latest, latest_of_manager]
+
+
 def test_the_newest_step(place: Place):
-    assert ostraka.latest(place / "run") is None
-    fill(place / "run", 3, 12, 100)
-    assert ostraka.latest(place / "run") == 100 == latest_of_manager(place / "run")
+    """Also while a run writes. Nobody who looks writes."""
+    run = place / "run"
+    assert [look(run) for look in LOOKS] == [None, None]
     if isinstance(place, Path):
-        assert ostraka.latest(str(place / "run")) == 100
+        assert [look(place) for look in LOOKS] == [None, None]
+        assert list(place.iterdir()) == []
+    with Manager(run, asynchronous=False) as manager:
+        for step in (3, 12, 100):
+            manager.save(step, tree_of(step))
+            assert [look(run) for look in LOOKS] == [step, step]
+    there = sorted(run.rglob("*"))
+    assert [look(run) for look in LOOKS] == [100, 100]
+    assert sorted(run.rglob("*")) == there
+    if isinstance(place, Path):
+        assert ostraka.latest(str(run)) == 100
 
 
-def test_no_directory_and_no_step(tmp_path: Path):
-    for path in (tmp_path, tmp_path / "absent"):
-        assert ostraka.latest(path) is None
-        assert latest_of_manager(path) is None
-    assert not (tmp_path / "absent").exists()
-
-
-def test_it_looks_while_a_run_writes(tmp_path: Path):
+def test_a_run_does_not_begin_anew_because_no_step_can_be_read(tmp_path: Path):
+    fill(tmp_path, 10, 20)
+    damage(tmp_path, 20, name="_METADATA")
+    assert [look(tmp_path) for look in LOOKS] == [10, 10]
+    damage(tmp_path, 10, name="_METADATA")
+    message = "step_00000020 is damaged.* no step in .* can be read: repair one, or delete them"
     with Manager(tmp_path, asynchronous=False) as manager:
-        manager.save(1, {"w": jnp.ones(2)})
-        assert ostraka.latest(tmp_path) == 1
-        manager.save(2, {"w": jnp.ones(2)})
-        assert ostraka.latest(tmp_path) == 2
+        for look in (*LOOKS, lambda _: manager.latest(), lambda _: manager.resume(tree_of(0))):
+            with pytest.raises(Damaged, match=message):
+                look(tmp_path)
+        with pytest.raises(Damaged, match="step_00000020 is damaged.* no intact step before it"):
+            manager.restore(fallback=True)
+        manager.delete(20)
+        manager.delete(10)
+        assert manager.latest() is None
+        manager.save(1, tree_of(1))
+        assert manager.latest() == 1
 
 
-def test_steps_that_cannot_be_read(tmp_path: Path):
-    fill(tmp_path, 1, 2)
-    (tmp_path / "step_00000002" / "_METADATA").write_bytes(b"{")
-    assert ostraka.latest(tmp_path) == 1 == latest_of_manager(tmp_path)
-    (tmp_path / "step_00000001" / "_METADATA").write_bytes(b"{")
-    for look in (ostraka.latest, latest_of_manager):
-        with pytest.raises(Damaged, match="no step in .* can be read: repair one"):
-            look(tmp_path)
-
-
-def test_a_checkpoint_and_a_file_hold_no_steps(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"w": jnp.ones(2)})
-    (tmp_path / "file").touch()
-    for look in (ostraka.latest, latest_of_manager):
-        with pytest.raises(CheckpointNotFound, match="is itself a checkpoint"):
-            look(tmp_path / "c")
-        with pytest.raises(CheckpointNotFound, match="is a file"):
-            look(tmp_path / "file")
-
-
-def test_it_needs_no_jax_and_writes_nothing(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("look", "kind"), [*((look, CheckpointNotFound) for look in LOOKS), (Manager, PathInTheWay)]
+)
+def test_a_checkpoint_and_a_file_hold_no_steps(
+    tmp_path: Path, look: Callable[[Any], Any], kind: type[Exception]
+):
     fill(tmp_path, 7)
-    before = sorted(tmp_path.rglob("*"))
-    program = f"import sys, ostraka\nprint(ostraka.latest({str(tmp_path)!r}), 'jax' in sys.modules)"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    assert done.stdout.split() == ["7", "False"]
-    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(kind, match="step_00000007 is itself a checkpoint, .* the directory above"):
+        look(tmp_path / "step_00000007")
+    with pytest.raises(kind, match="file is a file; give a Manager a directory"):
+        look(tmp_path / "file")
+    assert ostraka.verify(tmp_path / "step_00000007").ok

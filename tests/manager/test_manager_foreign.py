@@ -331,14 +331,6 @@ def test_one_level_too_low(root: Path, caplog: pytest.LogCaptureFixture):
     assert names_of(root) == ["2", "4", "8"]
 
 
-def test_a_root_that_is_a_file(tmp_path: Path):
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(CheckpointNotFound, match="runs is a file; give a Manager a directory"):
-        Manager(tmp_path / "runs", read_only=True)
-    with pytest.raises(PathInTheWay, match="is a file|file of that name"):
-        Manager(tmp_path / "runs")
-
-
 def test_a_directory_with_other_things_is_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "logs_2024").mkdir()
     (tmp_path / "events_17").write_text("text")

@@ -11,21 +11,15 @@ from runs import tree_of
 def test_a_manager_shows_its_steps_the_newest_first(tmp_path: Path):
     name = "<b>x</b>"
     with Manager(tmp_path, asynchronous=False) as manager:
+        assert texts_in(manager._repr_html_()) == ["Manager", str(tmp_path), "state", "open"]
         for step in (1000, 2000, 3000):
             manager.save(step, tree_of(step), metrics={"loss": 1e-5 / step, name: 0.5})
         (tmp_path / "step_00002000" / "_METADATA").write_text("{")
         ostraka.annotate(f"{tmp_path}/1000", pinned=True)
-        shown = manager._repr_html_()
-    texts = texts_in(shown)
-    assert texts[:4] == ["Manager", str(tmp_path), "state", "open"]
+    texts = texts_in(manager._repr_html_())
+    assert texts[:4] == ["Manager", str(tmp_path), "state", "closed"]
     assert "3 steps" in texts
     steps = [text for text in texts if text in ("1,000", "2,000", "3,000")]
     assert steps == ["3,000", "2,000", "1,000"]
     assert {name, "pinned", "3.33333e-09"} <= {*texts}
     assert any("_METADATA" in text for text in texts)
-
-
-def test_a_manager_without_steps_shows_its_state(tmp_path: Path):
-    with Manager(tmp_path) as manager:
-        pass
-    assert texts_in(manager._repr_html_()) == ["Manager", str(tmp_path), "state", "closed"]

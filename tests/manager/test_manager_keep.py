@@ -278,14 +278,14 @@ class Story:
 
 
 @given(policy=POLICIES, actions=ACTIONS)
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_kept_on_disk(policy: dict[str, Any], actions: list[Any]):
     with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
         tell(Story(Path(directory), policy), actions)
 
 
 @given(policy=POLICIES, actions=ACTIONS)
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_kept_in_a_bucket(
     new_bucket: Callable[[str], BucketPath], policy: dict[str, Any], actions: list[Any]
 ):

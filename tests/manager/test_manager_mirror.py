@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def test_multiples_are_copied_and_none_is_deleted(
     shutil.rmtree(root)
     with Manager(root, mirror=mirror, keep=2) as manager:
         assert manager.latest() == 6
-        assert manager.restore(like=tree_of(0))["step"] == manager.restored == 6
+        state = tree_of(0)
+        assert manager.resume(state) == manager.restored == state["step"] == 6
         assert manager.steps() == []
         assert manager.path(6) == place.at("step_00000006").location
         with pytest.raises(ValueError, match=r"step 5 is lower than 6, the latest step in .* or "):
@@ -95,10 +97,8 @@ def test_a_run_that_was_without_a_mirror_gets_one(root: Path, mirror: Path, capl
     assert "step 2 is not copied to" in caplog.text
     assert "not as they were written" in caplog.text
     assert open_store(mirror).at("step_00000002").list() == []
-
-
-def test_what_is_there_is_not_copied_again(root: Path, mirror: Path):
-    fill(root, 1, 2, mirror=mirror)
+    # What is there is not copied again.
+    shutil.rmtree(root / "step_00000002")
     there = FaultyStore(mirror)
     Manager(root, mirror=there).close()
     assert {verb for verb, _ in there.calls}.isdisjoint({"create", "put", "delete"})
@@ -132,37 +132,29 @@ def test_files_that_the_mirror_has_lost_come_back(root: Path, mirror: Path):
 # A mirror that is slower than the run
 
 
-def test_a_slow_mirror_makes_no_save_wait_and_fills_no_disk(root: Path, mirror: Path, caplog: Any):
+@pytest.mark.parametrize(
+    ("every", "held", "copied"), [(None, [1, 6], [1, 6]), (2, [2, 6, 7], [2, 6])]
+)
+def test_a_slow_mirror_makes_no_save_wait_and_fills_no_disk(
+    root: Path, mirror: Path, every: int | None, held: list[int], copied: list[int], caplog: Any
+):
+    """The step being copied is kept, and the newest that is due."""
     gate = Gate("create")
-    there = FaultyStore(mirror, before=gate)
-    with Manager(root, keep=1, mirror=there, asynchronous=False) as manager:
-        manager.save(1, tree_of(1))
+    options: dict[str, Any] = {"keep": 1, "mirror_every": every, "asynchronous": False}
+    with Manager(root, mirror=FaultyStore(mirror, before=gate), **options) as manager:
+        manager.save(held[0], tree_of(held[0]))
         gate.wait_until_reached()
-        for step in range(2, 7):
+        for step in range(held[0] + 1, held[-1] + 1):
             manager.save(step, tree_of(step))
-            assert manager.steps() == [1, step]  # that being copied, and the newest
+        assert manager.steps() == held
         assert steps_in(mirror) == []
         gate.open()
         manager.wait()
-        assert manager.steps() == [6]
-    assert steps_in(mirror) == [1, 6]
-    assert "step 5 was deleted from" in caplog.text
+        assert manager.steps() == held[-1:]
+    assert steps_in(mirror) == copied
+    passed_over = 5 if every is None else 4
+    assert f"step {passed_over} was deleted from" in caplog.text
     assert "step 6 was deleted from" not in caplog.text
-
-
-def test_the_newest_that_is_due_is_kept_until_it_is_copied(root: Path, mirror: Path):
-    gate = Gate("create")
-    there = FaultyStore(mirror, before=gate)
-    options = {"keep": 1, "mirror_every": 2, "asynchronous": False}
-    with Manager(root, mirror=there, **options) as manager:
-        manager.save(2, tree_of(2))
-        gate.wait_until_reached()
-        for step in range(3, 8):
-            manager.save(step, tree_of(step))
-        assert manager.steps() == [2, 6, 7]
-        gate.open()
-    assert steps_in(root) == [7]
-    assert steps_in(mirror) == [2, 6]
 
 
 @pytest.mark.parametrize("when", ["deleted", "replaced", "replaced after it was copied"])
@@ -263,15 +255,6 @@ def test_both_are_damaged(root: Path, mirror: Path):
                 assert manager.restore(fallback=True, **options)["step"] == 2
 
 
-def test_another_save_of_the_same_step_is_no_copy(root: Path, mirror: Path):
-    fill(root, 1, 2)
-    fill(mirror, 2)
-    damage(root, 2)
-    manager = Manager(root, mirror=mirror, read_only=True)
-    with pytest.raises(Damaged, match="the step before it is 1"):
-        manager.restore()
-
-
 def test_later_steps_of_a_mirror_do_not_count(root: Path, mirror: Path):
     """They were deleted from the root, or are those of a run that went another way."""
     fill(root, 1, 2, 3, mirror=mirror)
@@ -287,7 +270,11 @@ def test_later_steps_of_a_mirror_do_not_count(root: Path, mirror: Path):
 
 def test_a_mirror_that_cannot_be_read_hides_no_step(root: Path, mirror: Path, caplog: Any):
     fill(root, 1, 2)
+    fill(mirror, 2)
     damage(root, 2)
+    manager = Manager(root, mirror=mirror, read_only=True)
+    with pytest.raises(Damaged, match="the step before it is 1"):
+        manager.restore()  # Another save of the same step is no copy.
     broken: dict[str, BaseException] = {}
     manager = Manager(root, mirror=FaultyStore(mirror, before=raises_from(broken)), read_only=True)
     broken["list"] = StoreError("the mirror is away")
@@ -350,15 +337,9 @@ def test_a_mirror_that_comes_back(root: Path, mirror: Path, monkeypatch: pytest.
     assert steps_in(mirror) == [2]
 
 
-def test_something_else_in_the_place_of_one_step(root: Path, mirror: Path):
-    (mirror / "step_00000002").mkdir(parents=True)
-    (mirror / "step_00000002" / "notes.txt").write_text("mine")
-    with pytest.raises(StoreError, match=r"lacks step 2 of .* with other things in it \(notes.txt"):
-        fill(root, 1, 2, 3, mirror=mirror)
-    assert steps_in(mirror) == [1, 3]
-
-
-def test_two_runs_with_one_mirror(root: Path, mirror: Path, tmp_path: Path):
+def test_something_else_in_the_place_of_one_step_or_of_all(
+    root: Path, mirror: Path, tmp_path: Path
+):
     with Manager(tmp_path / "a", mirror=mirror) as first:
         first.save(1, tree_of(1))
         first.wait()
@@ -367,6 +348,13 @@ def test_two_runs_with_one_mirror(root: Path, mirror: Path, tmp_path: Path):
     assert steps_in(mirror) == [1]
     Manager(root, mirror=mirror).close()
     assert steps_in(mirror) == [1, 5]
+    # One step does not hold up those before it.
+    fill(root, 6, 7)
+    (mirror / "step_00000007").mkdir()
+    (mirror / "step_00000007" / "notes.txt").write_text("mine")
+    with pytest.raises(StoreError, match=r"lacks step 7 of .* with other things in it \(notes.txt"):
+        Manager(root, mirror=mirror).close()
+    assert steps_in(mirror) == [1, 5, 6]
 
 
 def test_mirrors_that_cannot_be_one(root: Path, tmp_path: Path, bucket: str):
@@ -379,10 +367,9 @@ def test_mirrors_that_cannot_be_one(root: Path, tmp_path: Path, bucket: str):
     with pytest.raises(StoreError, match="there is no such bucket; create it"):
         Manager(root, mirror="s3://no-such-bucket-anywhere/runs")
     ostraka.save(tmp_path / "one", {"a": 1})
-    with pytest.raises(PathInTheWay, match="is itself a checkpoint"):
-        Manager(root, mirror=tmp_path / "one")
-    with pytest.raises(CheckpointNotFound, match="is itself a checkpoint"):
-        Manager(root, mirror=tmp_path / "one", read_only=True)
+    for read_only, kind in ((False, PathInTheWay), (True, CheckpointNotFound)):
+        with pytest.raises(kind, match="is itself a checkpoint"):
+            Manager(root, mirror=tmp_path / "one", read_only=read_only)
     Manager(root).close()  # The lock was given back each time.
 
 
@@ -406,44 +393,41 @@ def open_when_left(manager: Manager, gate: Gate) -> None:
     copier.leave = leave_and_open
 
 
-def test_an_error_in_the_block_ends_the_copying(root: Path, mirror: Path, caplog: Any):
-    def diverge() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("diverged"), KeyboardInterrupt()], ids=repr)
+def test_an_error_ends_the_copying(
+    root: Path,
+    mirror: Path,
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """In the block, or Ctrl-C while `close` waits for the mirror."""
+
+    def wait() -> None:
+        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
+        real()
+
+    def train() -> None:
+        nonlocal real
         gate = Gate("create")
         there = FaultyStore(mirror, before=gate)
         with Manager(root, mirror=there, asynchronous=False) as manager:
             manager.save(1, tree_of(1))
             gate.wait_until_reached()
             open_when_left(manager, gate)
-            raise RuntimeError("diverged")
+            if isinstance(error, Exception):
+                raise error
+            assert manager._mirror is not None
+            real = manager._mirror.wait
+            monkeypatch.setattr(manager._mirror, "wait", wait)
 
-    with pytest.raises(RuntimeError, match="diverged"):
-        diverge()
+    real: Callable[[], None] = wait
+    with pytest.raises(type(error), match=f"^{error}$"):
+        train()
     assert "lacks step 1 of" in caplog.text
     assert "the next Manager with this mirror copies what is missing" in caplog.text
     assert live_threads() == []
     assert steps_in(mirror) == []
-    Manager(root, mirror=mirror).close()
-    assert steps_in(mirror) == [1]
-
-
-def test_ctrl_c_while_it_waits_for_the_mirror(
-    root: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def wait() -> None:
-        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
-        real()
-
-    gate = Gate("create")
-    manager = Manager(root, mirror=FaultyStore(mirror, before=gate))
-    manager.save(1, tree_of(1))
-    gate.wait_until_reached()
-    open_when_left(manager, gate)
-    assert manager._mirror is not None
-    real = manager._mirror.wait
-    monkeypatch.setattr(manager._mirror, "wait", wait)
-    with pytest.raises(KeyboardInterrupt, match="^$"):
-        manager.close()
-    assert live_threads() == []
     Manager(root, mirror=mirror).close()
     assert steps_in(mirror) == [1]
 
@@ -521,7 +505,7 @@ def kill_and_go_on(root: Path, mirror: Any, moments: list[int]) -> None:
     assert all(find_leftovers(open_store(mirror).at(f"step_{step:08d}")) == [] for step in copied)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_at_any_time_the_next_run_finishes(root: Path, mirror: Path, seed: int):
     chance = random.Random(seed)
     kill_and_go_on(root, mirror, [chance.randint(1, 60) for _ in range(3)])

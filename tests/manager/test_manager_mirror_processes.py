@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import ostraka
+from numbered import on_all
 from ostraka import Manager
 from ostraka.common.record import Record
 from ostraka.errors import Damaged
@@ -24,11 +23,7 @@ from runs import LONG_S, contents, damage, error_of, raises_from, steps_in
 
 
 def tree_of(step: int, size: int = 3 << 12) -> dict[str, Any]:
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
-    value = np.arange(size, dtype=np.int32) + step
-    place = NamedSharding(mesh, P("data"))
-    spread = jax.make_array_from_callback(value.shape, place, lambda index: value[index])
-    return {"a": spread, "step": step}
+    return {"a": on_all(np.arange(size, dtype=np.int32) + step, "x"), "step": step}
 
 
 # Copying together
@@ -57,10 +52,22 @@ def train(root: str, mirror: str, steps: list[int]) -> dict[str, Any]:
     }
 
 
+def train_twice(root: str, mirror: str, first: list[int]) -> list[dict[str, Any]]:
+    """A run with a mirror, and one that gets its mirror when it goes on."""
+    with Manager(f"{root}-late") as manager:
+        for step in first:
+            manager.save(step, tree_of(step))
+    return [train(root, mirror, list(range(1, 9)))]
+
+
+def go_on(root: str, mirror: str) -> list[dict[str, Any]]:
+    return [train(root, mirror, [9, 10]), train(f"{root}-late", f"{mirror}-late", [])]
+
+
 def test_each_process_copies_what_it_wrote(tmp_path: Path):
     root, mirror = tmp_path / "runs", tmp_path / "mirror"
-    args = (train, str(root), str(mirror), list(range(1, 9)))
-    results = [r.value for r in run_processes(*args, processes=4, devices_per_process=2)]
+    args = (train_twice, str(root), str(mirror), [1, 2])
+    results = [r.value[0] for r in run_processes(*args, processes=4, devices_per_process=2)]
     assert steps_in(root) == [7, 8]
     copied = steps_in(mirror)
     assert copied[-1] == 8
@@ -79,36 +86,22 @@ def test_each_process_copies_what_it_wrote(tmp_path: Path):
 
     # On a new disk, with other numbers of processes and devices.
     shutil.rmtree(root)
-    args = (train, str(root), str(mirror), [9, 10])
-    for result in run_processes(*args, processes=2, devices_per_process=2):
-        assert (result.value["begun"], result.value["restored"]) == (8, 8)
+    results = run_processes(go_on, str(root), str(mirror), processes=2, devices_per_process=2)
+    for result in results:
+        known, late = result.value
+        assert (known["begun"], known["restored"]) == (8, 8)
+        assert late["made"]  # Fewer copy what more have written, each a part.
     assert steps_in(mirror) == [*copied, 10]
+    assert steps_in(tmp_path / "mirror-late") == [2]
+    name = "step_00000002"
+    assert contents(tmp_path / "mirror-late" / name) == contents(tmp_path / "runs-late" / name)
 
 
-def test_processes_that_copy_to_a_bucket(tmp_path: Path, bucket: str):
-    root, mirror = tmp_path / "runs", f"{bucket}/mirror"
-    results = run_processes(train, str(root), mirror, [1, 2], processes=2)
+def test_processes_that_copy_from_a_bucket_to_a_bucket(bucket: str):
+    results = run_processes(train, f"{bucket}/runs", f"{bucket}/mirror", [1, 2], processes=2)
     assert all(result.value["made"] for result in results)
-    assert steps_in(mirror) == [2]
-    shutil.rmtree(root)
-    for result in run_processes(train, str(root), mirror, [3], processes=2):
-        assert (result.value["begun"], result.value["restored"]) == (2, 2)
-
-
-def test_steps_that_more_processes_wrote(tmp_path: Path):
-    """What was not copied by them is copied by fewer, each a part."""
-    root, mirror = tmp_path / "runs", tmp_path / "mirror"
-    run_processes(save_without_mirror, str(root), processes=4)
-    results = run_processes(train, str(root), str(mirror), [], processes=2)
-    assert steps_in(mirror) == [2]
-    assert contents(mirror / "step_00000002") == contents(root / "step_00000002")
-    assert all(result.value["made"] for result in results)
-
-
-def save_without_mirror(root: str) -> None:
-    with Manager(root) as manager:
-        for step in (1, 2):
-            manager.save(step, tree_of(step))
+    assert steps_in(f"{bucket}/runs") == [1, 2]
+    assert steps_in(f"{bucket}/mirror") == [2]
 
 
 # Restoring together
@@ -167,16 +160,39 @@ def fail_on_one(root: str, mirror: str) -> dict[str, Any]:
     return said
 
 
-def test_a_process_that_cannot_write_to_the_mirror(tmp_path: Path):
-    root, mirror = tmp_path / "runs", tmp_path / "mirror"
-    results = [r.value for r in run_processes(fail_on_one, str(root), str(mirror), processes=3)]
-    for said in results:
-        assert said == results[0]
+def use_memory(root: str) -> str:
+    manager = Manager(root, mirror="memory://mine")
+    manager.save(1, tree_of(1))
+    said = error_of(manager.wait)
+    assert error_of(manager.close) == said
+    return said
+
+
+def do_wrong(root: str) -> dict[str, Any]:
+    said = fail_on_one(root, f"{root}-mirror")
+    said["memory"] = use_memory(f"{root}-memory")
+    manager = Manager(f"{root}-open", mirror=f"{root}-open-mirror")
+    manager.save(1, tree_of(1))
+    manager.wait()
+    threading.current_thread().manager = manager  # type: ignore[attr-defined]
+    return said
+
+
+def test_what_goes_wrong_on_one_process_is_known_to_all(tmp_path: Path):
+    """It can't write to the mirror, has another one, or never closes its manager."""
+    root = str(tmp_path / "runs")
+    results = run_processes(do_wrong, root, processes=3)
+    for said in (result.value for result in results):
+        assert said == results[0].value
         assert said["refused"].startswith("StoreError: the mirror")
         assert "process 1: OSError: No space left on device" in said["refused"]
         assert said["steps"][-1] == 3
         assert said["then"] == ""
-    assert steps_in(mirror)[-1] == 3
+        assert "which another process has copied: all processes must have one" in said["memory"]
+    assert steps_in(f"{root}-mirror")[-1] == 3
+    assert steps_in(f"{root}-memory") == [1]
+    assert [result.exit_code for result in results] == [0, 0, 0]
+    assert steps_in(f"{root}-open-mirror") == [1]
 
 
 def leave_one(root: str, mirror: str) -> str:
@@ -209,34 +225,6 @@ def test_a_process_that_leaves_after_an_error(tmp_path: Path):
     # Between two copies, or in one.
     assert re.search("process 1(: Stopped: its manager was left| has left its manager)", said[0])
     assert steps_in(tmp_path / "mirror") == []
-
-
-def use_memory(root: str) -> str:
-    manager = Manager(root, mirror="memory://mine")
-    manager.save(1, tree_of(1))
-    said = error_of(manager.wait)
-    assert error_of(manager.close) == said
-    return said
-
-
-def test_a_mirror_that_is_not_the_same_for_all(tmp_path: Path):
-    results = run_processes(use_memory, str(tmp_path / "runs"), processes=2)
-    for result in results:
-        assert "which another process has copied: all processes must have one" in result.value
-    assert steps_in(tmp_path / "runs") == [1]
-
-
-def leave_open(root: str, mirror: str) -> None:
-    manager = Manager(root, mirror=mirror)
-    manager.save(1, tree_of(1))
-    manager.wait()
-    threading.current_thread().manager = manager  # type: ignore[attr-defined]
-
-
-def test_managers_that_are_never_closed(tmp_path: Path):
-    results = run_processes(leave_open, str(tmp_path / "runs"), str(tmp_path / "mirror"))
-    assert [result.exit_code for result in results] == [0, 0]
-    assert steps_in(tmp_path / "mirror") == [1]
 
 
 # kill -9

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -427,56 +427,67 @@ def test_a_program_that_never_closes_its_manager_ends_with_its_save(tmp_path: Pa
 # Several processes
 
 
-def train_together(root: str, is_stuck: bool) -> None:
+def train_together(root: str, how: str) -> tuple[int, int | None] | None:
     _preempt.SAME_NOTICE_S = 0.0
     process = jax.process_index()
-    with Manager(root, every=50, keep=2) as manager:
+    rng = random.Random(process)
+    mode = "continue" if how == "continue" else "exit"
+    with Manager(root, every=50, keep=2, on_preemption=mode) as manager:
         for step in range(1, 100_000):
-            time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.004))  # each at its own pace
             manager.save(step, tree_of(step))
             if step == 20:
-                Path(f"{root}.go{process}").touch()
-            while is_stuck and step == 20:
+                Path(f"{root}.go.{process}").touch()
+            while how == "stuck" and step == 20:
                 time.sleep(0.01)
                 if sigterms_of(manager):
-                    Path(f"{root}.told{process}").touch()
+                    Path(f"{root}.told.{process}").touch()
+            if how == "continue" and manager.reached_preemption(step):
+                return step, manager.latest()
+    return None
 
 
-def signal_when_ready(
-    root: str, victims: list[int], times: int
+def signal_at(
+    root: str, moments: Sequence[tuple[str, float]], victims: Sequence[int]
 ) -> Callable[[list[subprocess.Popen[bytes]]], None]:
+    """Send SIGTERM so long after each process has made its mark."""
+
     def watch(popens: list[subprocess.Popen[bytes]]) -> None:
-        for mark in ("go", "told")[:times]:
-            marks = [Path(f"{root}.{mark}{n}") for n in range(len(popens))]
+        for mark, pause_s in moments:
+            marks = [Path(f"{root}.{mark}.{n}") for n in range(len(popens))]
             wait_until(lambda marks=marks: all(path.exists() for path in marks))
+            time.sleep(pause_s)
             for victim in victims:
                 popens[victim].send_signal(signal.SIGTERM)
 
     return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
 
 
-@pytest.mark.parametrize("victims", [[0], [1]])
-def test_all_processes_save_one_step_and_end(tmp_path: Path, victims: list[int]):
-    root = str(tmp_path / "root")
-    results = run_processes(
-        train_together, root, False, check=False, on_start=signal_when_ready(root, victims, 1)
-    )
-    assert [result.exit_code for result in results] == [143, 143]
-    assert results[0].error == results[1].error
-    *others, newest = Manager(root, read_only=True).steps()
-    assert f"step {newest} is saved" in str(results[0].error)
-    assert all(step % 50 == 0 for step in others)
-    assert results[0].stderr.count("is being preempted (SIGTERM)") == 1
-
-
-def test_processes_that_are_stuck_are_ended_by_the_second(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("how", "victims"), [("exit", [1]), ("continue", [0, 1, 2]), ("stuck", [0, 1])]
+)
+def test_all_processes_save_one_step_and_end(tmp_path: Path, how: str, victims: list[int]):
     """Under `jax.distributed` JAX has SIGTERM, and ignores all but the first."""
     root = str(tmp_path / "root")
+    moments = [("go", 0.0), ("told", 0.0)] if how == "stuck" else [("go", 0.0)]
+    on_start = signal_at(root, moments, victims)
     results = run_processes(
-        train_together, root, True, check=False, on_start=signal_when_ready(root, [0, 1], 2)
+        train_together, root, how, processes=max(victims) + 1, check=False, on_start=on_start
     )
-    assert [result.exit_code for result in results] == [143, 143]
-    assert all("SIGTERM came a second time" in str(result.error) for result in results)
+    code = 0 if how == "continue" else 143
+    assert {result.exit_code for result in results} == {code}
+    if how == "stuck":
+        assert all("SIGTERM came a second time" in str(result.error) for result in results)
+        return
+    *others, newest = steps_in(root)
+    assert all(step % 50 == 0 for step in others)
+    assert results[0].stderr.count("is being preempted (SIGTERM)") == 1
+    for result in results:
+        if how == "continue":
+            assert result.value == (newest, newest)
+        else:
+            assert f"step {newest} is saved" in str(result.error)
+            assert result.error == results[0].error
 
 
 def handler_in_c() -> int:
@@ -637,19 +648,6 @@ def train_and_be_told(root: str, trial: Trial, pace_s: float) -> tuple[int, str]
     return begun, shards.hex()
 
 
-def tell_at(root: str, trial: Trial) -> Callable[[list[subprocess.Popen[bytes]]], None]:
-    def watch(popens: list[subprocess.Popen[bytes]]) -> None:
-        watching = [Path(f"{root}.watching.{n}") for n in range(trial.processes)]
-        wait_until(lambda: all(path.exists() for path in watching))
-        for pause_s in trial.pauses_s:
-            time.sleep(pause_s)
-            for victim in trial.victims:
-                if popens[victim].poll() is None:
-                    popens[victim].send_signal(signal.SIGTERM)
-
-    return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
-
-
 def check_trial(root: str, trial: Trial, results: list[ProcessResult]) -> str:
     """That it ended as it must, and has lost nothing; returns how it ended."""
     said = [line.split() for line in Path(f"{root}.said.0").read_text().splitlines()]
@@ -728,7 +726,7 @@ def test_random_preemptions(tmp_path: Path, seed: int, figures: Figures):
             processes=n,
             check=False,
             timeout_s=120,
-            on_start=tell_at(root, trial),
+            on_start=signal_at(root, [("watching", s) for s in trial.pauses_s], trial.victims),
         )
         try:
             how = check_trial(root, trial, results)

@@ -1,4 +1,4 @@
-"""The manager and the commands for steps, on every kind of store; steps of a newer version."""
+"""The manager on every kind of store; steps of a newer version."""
 
 import json
 from collections.abc import Callable
@@ -9,20 +9,11 @@ import pytest
 
 import ostraka
 from cli_runs import run
-from ostraka import Best, Manager
+from ostraka import Manager
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, UnsupportedFormat
-from ostraka.layout import metadata, shard_file
 from ostraka.saving import place as _leftovers
-from ostraka.storage import Store, _claim, open_store
-from places import place_of_kind
-from runs import damage, fill, tree_of
-
-
-@pytest.fixture(params=["directory", "memory", "without locks", "bucket"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """What a Manager may be given."""
-    return place_of_kind(request.param, "runs", request, tmp_path)
-
+from ostraka.storage import _claim, open_store
+from runs import damage, fill, make_newer, tree_of
 
 # A run
 
@@ -32,13 +23,16 @@ def names_in(root: Any) -> list[str]:
     return [name for name in open_store(root).list() if name != "_RUN"]
 
 
-def test_a_run(root: Any):
+def test_a_run(root: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_claim, "RENEW_EVERY_S", 0.02)  # so that it is soon known to be alive
     with Manager(root, every=2, keep=2) as manager:
         assert manager.latest() is None
         saved = [step for step in range(8) if manager.save(step, tree_of(step))]
         manager.wait()
         assert saved == [0, 2, 4, 6]
         assert manager.steps() == [4, 6]
+        location = open_store(root).location
+        assert run("gc", location, "--yes").stdout == f"{location}: nothing was left behind\n"
     with Manager(root, every=2, keep=2) as manager:
         assert manager.restore()["step"] == manager.restored == 6
         assert manager.restore(4, like=tree_of(0))["step"] == 4
@@ -51,31 +45,33 @@ def test_a_run(root: Any):
     assert names_in(root) == ["step_00000004", "step_00000006"]
 
 
-def test_one_manager_at_a_time(root: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_claim, "RENEW_EVERY_S", 0.02)  # so that it is soon known to be alive
-    with Manager(root):
-        with pytest.raises(Busy, match="another Manager is writing to"):
-            Manager(root)
-        assert Manager(root, read_only=True).steps() == []
-    Manager(root).close()
-
-
-def test_pins_metrics_and_deletions(root: Any):
-    fill(root, 1, 2, 3)
-    with Manager(root, keep=1, asynchronous=False) as manager:
+def test_pins_survive_and_keep(root: Any):
+    fill(root, 1, 2)
+    with Manager(root) as manager:
         manager.pin(1)
+        manager.pin(1)
+        calls = (manager.pin, manager.unpin, manager.delete, manager.metrics, manager.restore)
+        for call in calls:
+            with pytest.raises(CheckpointNotFound, match="there is no step 7 in .*; it has 1, 2"):
+                call(7)
+    with Manager(root, keep=1, asynchronous=False) as manager:
+        manager.save(3, tree_of(3))
+        assert manager.steps() == [1, 3]
+        assert (manager.metrics(1), manager.best("loss")) == ({"loss": 1.0}, 1)
+        assert ostraka.verify(open_store(root).at("step_00000001")).ok
+        manager.save(1, {"again": 1}, force=True)  # stays pinned
         manager.save(4, tree_of(4))
         assert manager.steps() == [1, 4]
-        assert manager.metrics(1) == {"loss": 1.0}
-        assert manager.best(Best("loss")) == 1
+        manager.unpin(1)
         manager.unpin(1)
         manager.save(5, tree_of(5))
         assert manager.steps() == [5]
-        manager.delete(5)
+        manager.pin(5)
+        manager.delete(5)  # asked for, so it is done
         assert manager.steps() == []
-        with pytest.raises(CheckpointNotFound, match="there is no step 5 in"):
-            manager.delete(5)
-    assert names_in(root) == []
+        manager.save(5, tree_of(5))
+        manager.save(6, tree_of(6))
+    assert names_in(root) == ["step_00000006"]
 
 
 def test_leftovers_are_removed_when_a_manager_is_opened(root: Any, monkeypatch: pytest.MonkeyPatch):
@@ -110,35 +106,7 @@ def test_a_root_that_was_removed_is_made_and_locked_again(
             Manager(root)
 
 
-# The commands
-
-
-def test_gc_beside_a_manager_that_is_open(root: Any):
-    with Manager(root, asynchronous=False) as manager:
-        manager.save(1, tree_of(1))
-        location = open_store(root).location
-        assert run("gc", location, "--yes").stdout == f"{location}: nothing was left behind\n"
-        assert manager.restore()["step"] == 1
-
-
 # Steps of a newer version
-
-
-def rewrite(place: Store, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change `_METADATA` and give it the digest that it then has."""
-    document = json.loads(place.get("_METADATA"))
-    change(document)
-    document.pop("digest")
-    text = json.dumps(document, separators=(",", ":")).encode()[:-1]
-    whole = text + b',"digest":"' + shard_file.digest(text).encode() + b'"}\n'
-    assert metadata.metadata_is_intact(whole)
-    place.put("_METADATA", whole)
-
-
-def make_newer(root: Any, step: int) -> None:
-    place = open_store(root).at(f"step_{step:08d}")
-    rewrite(place, lambda document: document.update(version=3))
-
 
 NEWER = "install a newer ostraka"
 
@@ -147,11 +115,17 @@ def test_the_newest_step_is_of_a_newer_version(tmp_path: Path):
     fill(tmp_path, 1, 2)
     make_newer(tmp_path, 2)
     with Manager(tmp_path, keep=1, asynchronous=False) as manager:
-        for call in (manager.latest, manager.restore, lambda: manager.restore(2)):
+        calls: list[Callable[[], Any]] = [
+            manager.latest,
+            manager.restore,
+            lambda: manager.restore(2),
+            lambda: manager.restore(fallback=True),
+            lambda: manager.resume(tree_of(0)),
+            lambda: next(manager.watch(after=1)),
+        ]
+        for call in calls:
             with pytest.raises(UnsupportedFormat, match=NEWER):
                 call()
-        with pytest.raises(UnsupportedFormat, match=NEWER):
-            manager.restore(fallback=True)
         assert manager.restore(1)["step"] == 1
         assert manager.steps() == [1]
         # Going on from the older one, and saving what the newer one has done already.
@@ -163,20 +137,16 @@ def test_the_newest_step_is_of_a_newer_version(tmp_path: Path):
         assert manager.restore()["step"] == 3
     assert names_in(tmp_path) == ["step_00000002", "step_00000003"]
     assert open_store(tmp_path).at("step_00000002").files("shards-")
-
-
-def test_a_damaged_step_after_one_of_a_newer_version(tmp_path: Path):
-    fill(tmp_path, 1, 2, 3)
-    make_newer(tmp_path, 2)
-    open_store(tmp_path).at("step_00000003").put("_METADATA", b'{"format":"ostraka"')
-    manager = Manager(tmp_path, read_only=True)
+    # Then comes a damaged one.
+    damage(tmp_path, 3, name="_METADATA")
+    reader = Manager(tmp_path, read_only=True)
     with pytest.raises(UnsupportedFormat, match=NEWER):
-        manager.latest()
+        reader.latest()
     with (
         pytest.warns(UserWarning, match="step 3 can't be restored, so step 2 is"),
         pytest.raises(UnsupportedFormat, match=NEWER),
     ):
-        manager.restore(fallback=True)
+        reader.restore(fallback=True)
 
 
 def test_ls_and_rm_of_a_step_of_a_newer_version(tmp_path: Path):

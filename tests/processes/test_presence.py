@@ -14,8 +14,13 @@ import pytest
 from ostraka.processes import _presence
 from ostraka.processes._presence import Connection, Door
 from ostraka.processes.service import Connections
+from runs import LONG_S, wait_until
 
-LONG_S = 60.0
+
+@pytest.fixture(autouse=True)
+def grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose connection has closed is soon known to have ended."""
+    monkeypatch.setattr(_presence, "_GRACE_S", 0.2)
 
 
 @pytest.fixture
@@ -30,13 +35,6 @@ def come(door: Door, process: int) -> Connection:
     return connection
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def connected(door: Door) -> set[int]:
     return {process for process, count in door._open.items() if count}
 
@@ -48,20 +46,21 @@ def test_one_that_ends_is_known_at_once(host: str):
         door = Door(host)
     except OSError as error:
         pytest.skip(f"NOT TESTED HERE: {host}, which this machine lacks: {error}")
-    connections = {process: come(door, process) for process in (1, 2, 12)}
-    wait_until(lambda: len(door.find_ended()) + len(connected(door)) == 3)
-    assert door.find_ended() == set()
-    connections[12].close()
-    wait_until(lambda: door.find_ended() == {12})
-    connections[1].close()
-    wait_until(lambda: door.find_ended() == {1, 12})
-    # One that was started again is alive again.
-    again = come(door, 12)
-    wait_until(lambda: door.find_ended() == {1})
-    again.close()
-    wait_until(lambda: door.find_ended() == {1, 12})
-    connections[2].close()
-    door.close()
+    with closing(door):
+        connections = {process: come(door, process) for process in (1, 2, 12)}
+        wait_until(lambda: not door.find_ended() and len(connected(door)) == 3)
+        connections[12].close()
+        wait_until(lambda: door.find_ended() == {12})
+        connections[1].close()
+        wait_until(lambda: door.find_ended() == {1, 12})
+        # One that was started again is alive again.
+        connections[12] = come(door, 12)
+        wait_until(lambda: door.find_ended() == {1})
+        connections[12].close()
+        wait_until(lambda: door.find_ended() == {1, 12})
+        come(door, 3).close()  # before anybody looked
+        wait_until(lambda: door.find_ended() == {1, 3, 12})
+        connections[2].close()
 
 
 def test_what_lives_connects_again(door: Door):
@@ -73,11 +72,6 @@ def test_what_lives_connects_again(door: Door):
     wait_until(lambda: not door.find_ended() and {first} != {*door._guests} != set())
     connection.close()
     wait_until(lambda: door.find_ended() == {7})
-
-
-def test_one_that_was_gone_before_anybody_looked(door: Door):
-    come(door, 3).close()
-    wait_until(lambda: door.find_ended() == {3})
 
 
 def test_strangers_are_nobody(door: Door):
@@ -184,13 +178,12 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
 
 def test_only_a_part_of_the_files_is_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 8)
-    door = Door("localhost")
-    connections = [come(door, process) for process in range(4)]
-    wait_until(lambda: len(door.find_ended()) + len(connected(door)) == 2)
-    for connection in connections:
-        connection.close()
-    wait_until(lambda: door.find_ended() == {0, 1})
-    door.close()
+    with closing(Door("localhost")) as door:
+        connections = [come(door, process) for process in range(4)]
+        wait_until(lambda: len(door.find_ended()) + len(connected(door)) == 2)
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: door.find_ended() == {0, 1})
 
 
 def test_where_nobody_can_be_reached(monkeypatch: pytest.MonkeyPatch):

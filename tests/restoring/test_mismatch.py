@@ -76,6 +76,13 @@ def optimizer_of(model: nnx.Module, transform: Any = None) -> nnx.Optimizer[Any]
     return nnx.Optimizer(model, transform or optax.adamw(1e-3), wrt=nnx.Param)
 
 
+SGD = optax.sgd(1e-2, momentum=0.9)
+
+
+def abstract(layers: int, outputs: int) -> Deep:
+    return nnx.eval_shape(lambda: Deep(layers, outputs=outputs))
+
+
 def both(layers: int = 10) -> dict[str, Any]:
     model = Deep(layers)
     return {"model": model, "optimizer": optimizer_of(model)}
@@ -83,6 +90,10 @@ def both(layers: int = 10) -> dict[str, Any]:
 
 def make_model() -> None:
     pass
+
+
+def variables() -> dict[str, Any]:
+    return {name: nnx.Param(jnp.zeros(2)) for name in "ab"}
 
 
 TREES: dict[str, Callable[[], Any]] = {
@@ -107,7 +118,7 @@ TREES: dict[str, Callable[[], Any]] = {
     "several": lambda: {"tree": dict.fromkeys("abc", np.zeros((6, 4), np.float32))},
     "layers": lambda: {"layers": [np.ones(2, np.float32)] * 3 + [np.ones(2)] * 4},
     "many": lambda: {"layers": [np.zeros(2)] * 300},
-    "two variables": lambda: {"a": nnx.Param(jnp.zeros(2)), "b": nnx.Param(jnp.ones(2))},
+    "two variables": variables,
     "one variable": lambda: dict.fromkeys("ab", nnx.Param(jnp.zeros(2))),
     "statics": lambda: {"x": 1, "s": Statics(jnp.ones(2), apply=len)},
     "fourteen": lambda: {"old": {f"n{n}": np.ones(1) for n in range(14)}},
@@ -159,6 +170,18 @@ def mixed(**changes: Any) -> dict[str, Any]:
 
 def values(**changes: Any) -> dict[str, Any]:
     return {"like": {**TREES["values"](), **changes}}
+
+
+def like(**tree: Any) -> dict[str, Any]:
+    return {"like": tree}
+
+
+def by_rows(mesh: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return struct(*shape, sharding=NamedSharding(mesh, P("x")))
+
+
+def moved() -> dict[str, Any]:
+    return {"a": {"w": jnp.zeros(2)}, "b": jnp.zeros(3), "c": jnp.zeros(4)}
 
 
 def on(mesh: Mesh, **specs: Any) -> dict[str, Any]:
@@ -231,10 +254,7 @@ CASES: Cases = {
     "no axis of specs": ("sharded", lambda: on(mesh_of(4, 2), w=P("z"))),
     "no axes": ("axes", lambda: {"mesh": {"data": 8}}),
     "no axis for many": ("one axis", lambda: {"mesh": {"data": 8}}),
-    "like does not divide": (
-        "sharded",
-        lambda: {"like": {"six": struct(6, 5, sharding=NamedSharding(mesh_of(4), P("x")))}},
-    ),
+    "like does not divide": ("sharded", lambda: like(six=by_rows(mesh_of(4), 6, 5))),
     "mesh does not divide": ("sharded", lambda: {"mesh": mesh_of(4, 2), "only": "six"}),
     "axes do not divide": (
         "sharded",
@@ -255,69 +275,41 @@ CASES: Cases = {
         "two axes",
         lambda: {"mesh": mesh_of(4, 2), "specs": {"**/kernal": P("x")}},
     ),
-    "abstract mesh": (
-        "two axes",
-        lambda: {
-            "like": {"w": struct(8, 8, sharding=NamedSharding(mesh_of(2).abstract_mesh, P("x")))}
-        },
-    ),
+    "abstract mesh": ("two axes", lambda: like(w=by_rows(mesh_of(2).abstract_mesh, 8, 8))),
     "shardings and shapes": (
         "several",
-        lambda: {
-            "like": {
-                "tree": {
-                    "a": struct(6, 4, sharding=NamedSharding(mesh_of(4), P("x"))),
-                    "b": struct(6, 5),
-                    "d": struct(1),
-                }
-            }
-        },
+        lambda: like(tree={"a": by_rows(mesh_of(4), 6, 4), "b": struct(6, 5), "d": struct(1)}),
     ),
     # Models and optimizers
     "forgotten optimizer": ("model", lambda: {"like": both(3)}),
     "bare": ("both", lambda: {"like": Deep(10)}),
     "saved bare": ("bare model", lambda: {"like": {"model": Deep(3)}}),
-    "mistyped": (
-        "both",
-        lambda: {"like": dict(zip(("modle", "optimizer"), both().values(), strict=True))},
-    ),
+    "mistyped": ("both", lambda: like(modle=Deep(10), optimizer=optimizer_of(Deep(10)))),
     "more layers": ("model", lambda: {"like": {"model": Deep(5)}}),
     "fewer layers": ("model", lambda: {"like": {"model": Deep(1)}}),
     "new head": ("model", lambda: {"like": {"model": Deep(3, outputs=7)}}),
     "into": ("model", lambda: {"into": {"model": Deep(3, outputs=7)}}),
     "another model": ("model", lambda: {"like": {"model": nnx.LayerNorm(4, rngs=nnx.Rngs(0))}}),
     "model for optimizer": ("both", lambda: {"like": {"optimizer": Deep(10)}}),
-    "another optimizer": (
-        "both",
-        lambda: {"like": {"optimizer": optimizer_of(Deep(10), optax.sgd(1e-2, momentum=0.9))}},
-    ),
-    "another transform": (
-        "adam",
-        lambda: {"like": {"opt": optax.sgd(1e-2, momentum=0.9).init(jnp.ones(2))}},
-    ),
+    "another optimizer": ("both", lambda: like(optimizer=optimizer_of(Deep(10), SGD))),
+    "another transform": ("adam", lambda: like(opt=SGD.init(jnp.ones(2)))),
     "tied": ("untied", lambda: {"like": Tied(is_tied=True)}),
     "tied into": ("untied", lambda: {"into": Tied(is_tied=True)}),
     "untied": ("tied", lambda: {"like": Tied(is_tied=False)}),
-    "two in place of one": (
-        "one variable",
-        lambda: {"like": {name: nnx.Param(jnp.zeros(2)) for name in "ab"}},
-    ),
+    "two in place of one": ("one variable", lambda: like(**variables())),
     "one in place of two": (
         "two variables",
         lambda: {"into": dict.fromkeys("ab", nnx.Param(jnp.full(2, 5.0)))},
     ),
     "a number for a model": ("bare model", lambda: {"like": 7}),
-    "under another name": (
-        "moved",
-        lambda: {"like": {"a": {"w": jnp.zeros(2)}, "b": jnp.zeros(3), "c": jnp.zeros(4)}},
-    ),
+    "under another name": ("moved", lambda: like(**moved())),
     "too many names for a line": (
         "fourteen",
         lambda: {"like": {"w": 1} | {f"n{n}": np.ones(1) for n in range(13)}, "only": "!w"},
     ),
     "no advice that moves what is found": (
         "deep",
-        lambda: {"like": {"k": {"a": {"w": jnp.zeros(2)}}, "a": {"v": jnp.zeros(2)}}},
+        lambda: like(k={"a": {"w": jnp.zeros(2)}}, a={"v": jnp.zeros(2)}),
     ),
     "two names": ("parts", lambda: {"like": {"w": np.ones(3)}}),
     # Functions, objects with a state, structure
@@ -340,14 +332,8 @@ CASES: Cases = {
     "rename onto another": ("flat", lambda: {"like": {"b": jnp.ones(3)}, "rename": {"w": "b"}}),
     # Lenient, and still refused
     "other dtype": ("mixed", lambda: {**mixed(dense_bias=struct(4)), "strict": False}),
-    "abstract head": (
-        "model",
-        lambda: {"like": {"model": nnx.eval_shape(lambda: Deep(3, outputs=7))}, "strict": False},
-    ),
-    "abstract layer": (
-        "model",
-        lambda: {"like": {"model": nnx.eval_shape(lambda: Deep(4))}, "strict": False},
-    ),
+    "abstract head": ("model", lambda: {**like(model=abstract(3, 7)), "strict": False}),
+    "abstract layer": ("model", lambda: {**like(model=abstract(4, 2)), "strict": False}),
 }
 
 
@@ -403,10 +389,7 @@ WARNINGS: Cases = {
     "extra": ("model", lambda: {"like": {"model": Deep(2)}, "strict": False}),
     "shape": ("model", lambda: {"into": {"model": Deep(3, outputs=7)}, "strict": False}),
     "function": ("flat", lambda: {"like": {"new": make_model, "w": jnp.ones(3)}, "strict": False}),
-    "variables": (
-        "one variable",
-        lambda: {"like": {name: nnx.Param(jnp.zeros(2)) for name in "ab"}, "strict": False},
-    ),
+    "variables": ("one variable", lambda: {**like(**variables()), "strict": False}),
     "static": ("statics", lambda: {"like": {"s": Statics(jnp.ones(2), b=2)}}),
     "statics": ("statics", lambda: {"like": {"x": 0, "s": Statics(jnp.ones(2), 2, 2, 2, 2)}}),
 }
@@ -487,24 +470,21 @@ def test_parts_of_a_dict_of_several_things(saved: Callable[[str], Path]):
     assert (found["b"], found["w"].tolist()) == (make_model, [1, 1, 1])
 
 
-@pytest.mark.parametrize(
-    ("only", "paths"),
-    [
+def test_only_can_leave_out(saved: Callable[[str], Path]):
+    for only, paths in (
         ("!dense/**", ["key", "step", "name", "rate"]),
         (["!dense", "!step"], ["key", "name", "rate"]),
         (["dense/**", "!**/bias"], ["dense/kernel"]),
         (["**/kernel", "st?p"], ["dense/kernel", "step"]),
-    ],
-)
-def test_only_can_leave_out(saved: Callable[[str], Path], only: Any, paths: list[str]):
-    found = ostraka.restore(saved("mixed"), only=only)
-    flat = {f"dense/{name}" for name in found.pop("dense", {})} | found.keys()
-    assert flat == set(paths)
+    ):
+        found = ostraka.restore(saved("mixed"), only=only)
+        flat = {f"dense/{name}" for name in found.pop("dense", {})} | found.keys()
+        assert flat == set(paths), only
 
 
 def test_the_advice_to_rename_is_right(saved: Callable[[str], Path]):
-    like = {"a": {"w": jnp.zeros(2)}, "b": jnp.zeros(3), "c": jnp.zeros(4)}
-    found = ostraka.restore(saved("moved"), like=like, rename={"old/a": "a", "old/b": "b"})
+    rename = {"old/a": "a", "old/b": "b"}
+    found = ostraka.restore(saved("moved"), like=moved(), rename=rename)
     assert all(leaf.all() for leaf in jax.tree.leaves(found))
 
 

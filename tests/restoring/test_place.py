@@ -32,7 +32,8 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
 
 @jax.jit
 def step(w: Any, key: Any, step: Any, rate: Any) -> Any:
-    return w + rate * jax.random.normal(key, w.shape), jax.random.split(key)[0], step + 1
+    """Little to compile, from arrays that are bound to devices and arrays that are free."""
+    return w + rate * jax.random.key_data(key).sum(), key, step + 1
 
 
 def run_step(state: dict[str, Any]) -> Any:
@@ -50,7 +51,8 @@ def restore(path: Path, mode: str, template: Any) -> Any:
     if mode == "none":
         return ostraka.restore(path)
     if mode == "abstract":
-        sharded = {"w": template["w"].sharding, "bound": template["bound"].sharding}
+        names = ("w", "bound", "bound, weak")
+        sharded = {name: template[name].sharding for name in names}
         shapes = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded.get(name))
             for name, x in template.items()
@@ -59,18 +61,32 @@ def restore(path: Path, mode: str, template: Any) -> Any:
     return ostraka.restore(path, **{mode: template})
 
 
+def weak_arrays() -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for dtype in (jnp.float32, jnp.int32, jnp.complex64):
+        for shape in ((), (3,), (0, 2)):
+            weak = jnp.broadcast_to(jnp.asarray(dtype(2).item()), shape) + 1
+            state[f"{dtype.__name__}{shape}"] = weak
+    return {**state, "bound, weak": jax.device_put(weak, jax.devices()[1])}
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_what_was_free_is_free_again(tmp_path: Path, mode: str):
-    state = make_state(make_mesh())
+def test_what_was_free_is_free_again_and_weak_types_come_back(tmp_path: Path, mode: str):
+    state = {**make_state(make_mesh()), **weak_arrays()}
     ostraka.save(tmp_path / "c", state)
-    restored = restore(tmp_path / "c", mode, state)
+    restored = restore(tmp_path / "c", mode, dict(state))
     assert commitment(restored) == commitment(state)
-    assert restored["bound"].devices() == state["bound"].devices()
-    assert restored["rate"].weak_type
-    assert not restored["step"].weak_type
+    for name in ("bound", "bound, weak"):
+        assert restored[name].devices() == state[name].devices(), name
     for one, other in zip(run_step(restored), run_step(state), strict=True):
         assert jnp.array_equal(one, other)
         assert one.sharding == other.sharding
+    for name in state.keys() - {"key"}:
+        value, saved = restored[name], state[name]
+        weak = name not in ("w", "bound", "step")
+        assert (value.weak_type, value.dtype) == (weak, saved.dtype), name
+    added = restored["float32(3,)"] + jnp.ones((), jnp.bfloat16)
+    assert added.dtype == jnp.bfloat16  # A weak type gives way.
 
 
 def test_the_commitment_of_a_template_decides(tmp_path: Path):
@@ -87,26 +103,10 @@ def test_the_commitment_of_a_template_decides(tmp_path: Path):
 
 def test_a_mesh_takes_what_was_free_along(tmp_path: Path):
     ostraka.save(tmp_path / "c", make_state(make_mesh()))
-    half = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    restored = ostraka.restore(tmp_path / "c", mesh=half, specs={"w": P("data")})
+    restored = ostraka.restore(tmp_path / "c", mesh={"data": 2}, specs={"w": P("data")})
+    assert restored["w"].sharding.spec == P("data")
     assert {len(x.sharding.device_set) for x in restored.values()} == {2}
     run_step(restored)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_weak_types_come_back(tmp_path: Path, mode: str):
-    state: dict[str, Any] = {"w": jnp.asarray(1.0)}
-    for dtype in (jnp.float32, jnp.int32, jnp.complex64):
-        for shape in ((), (3,), (0, 2)):
-            weak = jnp.broadcast_to(jnp.asarray(dtype(2).item()), shape) + 1
-            state[f"{dtype.__name__}{shape}"] = weak
-    state["bound"] = jax.device_put(weak, jax.devices()[1])
-    ostraka.save(tmp_path / "c", state)
-    for name, value in restore(tmp_path / "c", mode, state).items():
-        assert value.weak_type, name
-        assert value.dtype == state[name].dtype
-        added = value + jnp.ones((), jnp.bfloat16)
-        assert added.dtype == (state[name] + jnp.bfloat16(1)).dtype
 
 
 def test_the_kind_of_memory_comes_back(tmp_path: Path):
@@ -148,13 +148,6 @@ def test_an_abstract_template_goes_onto_the_mesh_that_is_set(tmp_path: Path, kin
         ostraka.restore(tmp_path / "c", like=abstract)
 
 
-def test_axis_sizes_make_a_mesh(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"x": jnp.ones(8)})
-    restored = ostraka.restore(tmp_path / "c", mesh={"data": 4}, specs=P("data"))["x"]
-    assert restored.sharding.spec == P("data")
-    assert dict(restored.sharding.mesh.shape) == {"data": 4}
-
-
 def test_a_model_on_auto_axes_stays_on_such(tmp_path: Path):
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     placed = ostraka.sharding.place(model, make_mesh(), {"kernel": P("data"), "bias": P()})
@@ -186,58 +179,46 @@ def test_numbers_as_arrays_on_a_mesh(tmp_path: Path):
 
 
 def make_state_of_all() -> dict[str, Any]:
-    mesh = Mesh(np.array(jax.devices()), ("data",))
     whole = np.arange(32, dtype=np.float32).reshape(8, 4)
-    sharding = NamedSharding(mesh, P("data"))
-    state = make_state_on(sharding, whole)
-    return {**state, "same": state["w"], "keys": [state["key"]]}
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data"))
+    w, key = jax.make_array_from_callback((8, 4), sharding, whole.__getitem__), jax.random.key(3)
+    free = {"step": jnp.asarray(7, jnp.int32), "rate": jnp.asarray(0.5)}
+    return {"w": w, "key": key, **free, "same": w, "keys": [key]}
 
 
-def make_state_on(sharding: Any, whole: Any) -> dict[str, Any]:
-    return {
-        "w": jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index]),
-        "key": jax.random.key(3),
-        "step": jnp.asarray(7, jnp.int32),
-        "rate": jnp.asarray(0.5),
-    }
-
-
-def restore_and_step(path: str, is_saving: bool) -> dict[str, Any]:
+def restore_and_step(path: str, is_saving: bool) -> list[Any]:
     state = make_state_of_all()
     if is_saving:
         ostraka.save(path, state)
-    found: dict[str, Any] = {}
-    for name, restored in (
-        ("none", ostraka.restore(path) if is_saving else None),
-        ("like", ostraka.restore(path, like=state)),
-    ):
-        if restored is None:
-            continue
+    expected, _, _ = run_step(state)
+    found: list[Any] = []
+    ways: list[Any] = [{"like": state}, {}] if is_saving else [{"like": state}]
+    for options in ways:
+        restored = ostraka.restore(path, **options)
         w, _, step_count = run_step(restored)
-        expected, _, _ = run_step(state)
-        found[name] = (
-            {key: restored[key].committed for key in ("w", "key", "step", "rate")},
-            restored["rate"].weak_type,
-            restored["same"] is restored["w"] and restored["keys"][0] is restored["key"],
-            int(step_count),
-            all(
-                np.array_equal(one.data, other.data)
-                for one, other in zip(
-                    w.addressable_shards, expected.addressable_shards, strict=True
-                )
-            ),
+        shards = zip(w.addressable_shards, expected.addressable_shards, strict=True)
+        found.append(
+            (
+                commitment({name: restored[name] for name in FREE}),
+                restored["rate"].weak_type,
+                restored["same"] is restored["w"] and restored["keys"][0] is restored["key"],
+                int(step_count),
+                all(np.array_equal(one.data, other.data) for one, other in shards),
+            )
         )
     return found
 
 
+FREE = {"w": True, "key": False, "step": False, "rate": False}
+
+
 def test_several_processes_and_others_after_them(tmp_path: Path):
     path = str(tmp_path / "c")
-    free = {"w": True, "key": False, "step": False, "rate": False}
-    expected = (free, True, True, 8, True)
+    expected = (FREE, True, True, 8, True)
     saving = run_processes(restore_and_step, path, True, processes=2, devices_per_process=2)
-    assert [result.value for result in saving] == [{"none": expected, "like": expected}] * 2
-    more = run_processes(restore_and_step, path, False, processes=4, devices_per_process=2)
-    assert [result.value for result in more] == [{"like": expected}] * 4
+    assert [result.value for result in saving] == [[expected] * 2] * 2
+    more = run_processes(restore_and_step, path, False, processes=4, devices_per_process=1)
+    assert [result.value for result in more] == [[expected]] * 4
     alone = ostraka.restore(path)
     assert alone["same"] is alone["w"]
-    assert commitment({name: alone[name] for name in free}) == {**free, "w": True}
+    assert commitment({name: alone[name] for name in FREE}) == FREE

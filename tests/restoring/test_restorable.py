@@ -1,9 +1,7 @@
 """What can be saved can be restored: what could not come back is refused before it is written."""
 
 import dataclasses
-import enum
 import sys
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,27 +26,10 @@ from ostraka.errors import InvalidTree, Mismatch, PartialRestore
 from programs import run_quietly
 
 
-class Mode(enum.IntEnum):
-    FAST = 1
-
-
-class Name(str, enum.Enum):  # noqa: UP042
-    ADAM = "adam"
-
-
 def round_trips(path: Path, tree: Any) -> list[Any]:
     ostraka.save(path, tree)
     assert ostraka.verify(path).ok
     return [ostraka.restore(path), ostraka.restore(path, like=tree)]
-
-
-def test_a_defaultdict_stays_one(tmp_path: Path):
-    tree = {str(f): defaultdict(f, {True: 1, 2: jnp.ones(2)}) for f in (list, int, dict, None)}
-    for restored in round_trips(tmp_path / "c", tree):
-        for name, found in restored.items():
-            assert type(found) is defaultdict
-            assert found.default_factory is tree[name].default_factory
-            assert list(found) == [True, 2]
 
 
 # Statics
@@ -57,19 +38,7 @@ def test_a_defaultdict_stays_one(tmp_path: Path):
 @struct.dataclass
 class Settings:
     weight: Any
-    mode: Any = struct.field(pytree_node=False, default=Mode.FAST)
-    name: Any = struct.field(pytree_node=False, default=Name.ADAM)
-    rate: Any = struct.field(pytree_node=False, default=np.float32(0.1))
-    shape: Any = struct.field(pytree_node=False, default=(1, ("a", None)))
     other: Any = struct.field(pytree_node=False, default=None)
-
-
-def test_statics_come_back(tmp_path: Path):
-    for restored in round_trips(tmp_path / "c", {"a": [Settings(jnp.ones(2))]}):
-        found = restored["a"][0]
-        assert type(found) is Settings
-        assert [type(x) for x in (found.mode, found.name, found.rate)] == [Mode, Name, np.float32]
-        assert (found.mode, found.name, found.shape) == (Mode.FAST, Name.ADAM, (1, ("a", None)))
 
 
 def test_a_static_that_can_not_be_written_is_kept_by_the_template(tmp_path: Path):
@@ -285,39 +254,23 @@ def test_a_tree_without_values_is_refused(tmp_path: Path):
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"model": {}, "more": [None, ()], "w": np.ones(1)},
-        {"model": {}, "step": 0},
-        {"model": {}, "name": ""},
-        {"opt": (optax.EmptyState(), optax.EmptyState())},
-        Settings(None),
-        0,
-    ],
-    ids=["array", "number", "text", "EmptyState", "static", "root"],
-)
-def test_empty_branches_are_kept_beside_a_value(tmp_path: Path, tree: Any):
-    for restored in round_trips(tmp_path / "c", tree):
-        assert jax.tree.structure(restored) == jax.tree.structure(tree)
+EMPTY: dict[str, Any] = {
+    "array": {"model": {}, "more": [None, ()], "w": np.ones(1)},
+    "number": {"model": {}, "step": 0},
+    "text": {"model": {}, "name": ""},
+    "EmptyState": {"opt": (optax.EmptyState(), optax.EmptyState())},
+    "static": Settings(None),
+    "root": 0,
+}
 
 
-def test_a_graphdef_is_left_to_the_template(tmp_path: Path):
-    graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    tree = {"graphdef": graphdef, "state": state}
-    ostraka.save(tmp_path / "c", tree)
-    assert ostraka.restore(tmp_path / "c", like=tree)["graphdef"] == graphdef
+def test_empty_branches_are_kept_beside_a_value(tmp_path: Path):
+    for name, tree in EMPTY.items():
+        for restored in round_trips(tmp_path / name, tree):
+            assert jax.tree.structure(restored) == jax.tree.structure(tree), name
 
 
 # At the edges
-
-
-def test_metadata_of_a_variable_with_any_number(tmp_path: Path):
-    param = nnx.Param(jnp.ones(2), range=(0.0, float("nan")), tag=Mode.FAST, also=[1, "x"])
-    ostraka.save(tmp_path / "c", param)
-    again = ostraka.restore(tmp_path / "c", as_state=True)
-    assert repr(again.range) == "(0.0, nan)"
-    assert (again.tag, again.also) == (Mode.FAST, [1, "x"])
 
 
 def test_a_tree_as_deep_as_can_be_is_read_from_a_deep_stack(tmp_path: Path):
@@ -333,29 +286,6 @@ def test_a_tree_as_deep_as_can_be_is_read_from_a_deep_stack(tmp_path: Path):
 
 
 # In place
-
-
-def test_into_takes_any_tree(tmp_path: Path):
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    tree = {"model": model, "step": 7, "key": jax.random.key(3), "n": np.arange(2), "t": (1.5,)}
-    ostraka.save(tmp_path / "c", tree)
-    other = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
-    given = {
-        "model": other,
-        "step": 0,
-        "key": jax.random.key(0),
-        "n": np.zeros(2, int),
-        "t": (0.0,),
-    }
-    restored = ostraka.restore(tmp_path / "c", into=given)
-    assert restored["model"] is other
-    assert jnp.array_equal(other.kernel[...], model.kernel[...])
-    assert (restored["step"], restored["t"]) == (7, (1.5,))
-    assert restored["n"].tolist() == [0, 1]
-    assert jnp.array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(tree["key"]))
-    assert restored is given
-    only = ostraka.restore(tmp_path / "c", into={**given, "step": -1}, only="!step")
-    assert only["step"] == -1
 
 
 class WithTuple(nnx.Module):
@@ -378,40 +308,21 @@ def test_into_refuses_before_it_changes_anything(tmp_path: Path):
 # What a template asks for beyond shape, dtype and sharding
 
 
-@pytest.mark.parametrize("abstract", [False, True], ids=["array", "abstract"])
-def test_a_layout_is_restored_as_the_template_has_it(tmp_path: Path, abstract: bool):
+def test_a_layout_is_restored_as_the_template_has_it(tmp_path: Path):
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     layout = Format(Layout(major_to_minor=(1, 0)), NamedSharding(mesh, P("a", "b")))
     values = np.arange(32, dtype=np.float32).reshape(8, 4)
     ostraka.save(tmp_path / "c", {"w": jnp.asarray(values)})
-    like: Any = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=layout)
-    if not abstract:
-        like = jax.device_put(jnp.zeros((8, 4)), layout)
-    restored = ostraka.restore(tmp_path / "c", like={"w": like})["w"]
-    assert restored.format.layout.major_to_minor == (1, 0)
-    assert restored.sharding.is_equivalent_to(layout.sharding, 2)
-    np.testing.assert_array_equal(restored, values)
-    ostraka.save(tmp_path / "again", {"w": restored})
-    np.testing.assert_array_equal(ostraka.restore(tmp_path / "again")["w"], values)
-
-
-def test_a_layout_stays_in_place(tmp_path: Path):
-    layout = Format(Layout(major_to_minor=(1, 0)), jnp.zeros(1).sharding)
-    values = jnp.arange(6.0).reshape(2, 3)
-    variable = nnx.Param(jax.device_put(values, layout))
-    ostraka.save(tmp_path / "c", {"v": variable})
-    variable.set_value(jax.device_put(jnp.zeros((2, 3)), layout))
-    ostraka.restore(tmp_path / "c", into={"v": variable})
-    assert variable.get_value().format.layout.major_to_minor == (1, 0)
-    np.testing.assert_array_equal(variable.get_value(), values)
-
-
-def test_the_byte_order_of_a_template_is_kept(tmp_path: Path):
-    values = np.arange(3, dtype=">f4")
-    ostraka.save(tmp_path / "c", {"a": values, "s": values[1]})
-    restored = ostraka.restore(tmp_path / "c", like={"a": values, "s": values[1]})
-    assert restored["a"].dtype == np.dtype(">f4")
-    assert restored["a"].tolist() == [0.0, 1.0, 2.0]
-    assert restored["s"] == 1
-    # Without a template the values come back in the byte order of this machine.
-    assert ostraka.restore(tmp_path / "c")["a"].dtype == np.dtype("float32")
+    abstract = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=layout)
+    array = jax.device_put(jnp.zeros((8, 4)), layout)
+    ways: list[Any] = [
+        ostraka.restore(tmp_path / "c", like={"w": abstract})["w"],
+        ostraka.restore(tmp_path / "c", like={"w": array})["w"],
+        ostraka.restore(tmp_path / "c", into={"w": nnx.Param(array)})["w"].get_value(),
+    ]
+    for found in ways:
+        assert found.format.layout.major_to_minor == (1, 0)
+        assert found.sharding.is_equivalent_to(array.sharding, 2)
+        np.testing.assert_array_equal(found, values)
+        ostraka.save(tmp_path / "again", {"w": found})
+        np.testing.assert_array_equal(ostraka.restore(tmp_path / "again")["w"], values)

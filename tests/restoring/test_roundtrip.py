@@ -3,9 +3,6 @@
 import functools
 import itertools
 import math
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +23,7 @@ from ostraka import sharding as sharding_helpers
 from ostraka.common.dtypes import DTYPES, numpy_dtype
 from ostraka.errors import CheckpointNotFound, InvalidTree, Mismatch
 from ostraka.storage import open_store
+from ostraka.testing import run_processes
 
 # Shardings
 
@@ -207,10 +205,10 @@ def steps_on(number: int, steps: int) -> tuple[str, str]:
     return NAMES[number], NAMES[(number + steps) % len(NAMES)]
 
 
-# Each sharding goes to itself and to those 1, 4 and 9 further on: 56 of 196 pairs. The property
-# below draws from all pairs. In a bucket there are five.
+# Each sharding goes to those 1, 4 and 9 further on: 42 of 196 pairs. The property below draws from
+# all pairs, and without a template each goes to itself. In a bucket there are five.
 PAIRS = [
-    *(("memory", *steps_on(n, steps)) for n in range(len(NAMES)) for steps in (0, 1, 4, 9)),
+    *(("memory", *steps_on(n, steps)) for n in range(len(NAMES)) for steps in (1, 4, 9)),
     *(("bucket", *steps_on(n, 3)) for n in range(0, len(NAMES), 3)),
 ]
 
@@ -226,7 +224,9 @@ def test_every_dtype_from_any_sharding_to_any_other(saved, values, where, source
 
 
 @pytest.mark.parametrize("source", SHARDINGS)
-def test_without_a_template_arrays_go_back_where_they_were(saved, values, source):
+def test_without_a_template_arrays_go_back_where_they_were_or_become_numpy_arrays(
+    saved, values, source
+):
     sharding = SHARDINGS[source]()
     with jax.enable_x64(True):
         found = ostraka.restore(saved("memory", source))
@@ -238,10 +238,6 @@ def test_without_a_template_arrays_go_back_where_they_were(saved, values, source
         if isinstance(kept, NamedSharding):
             assert found[key].sharding.mesh == kept.mesh
         assert_placed(found[key], value, found[key].sharding)
-
-
-@pytest.mark.parametrize("source", SHARDINGS)
-def test_as_numpy_arrays(saved, values, source):
     like = {k: np.empty_like(v) for k, v in values.items()}
     found = ostraka.restore(saved("memory", source), like=like)
     for key, value in values.items():
@@ -250,11 +246,9 @@ def test_as_numpy_arrays(saved, values, source):
         assert_bits(found[key], value)
 
 
-@pytest.mark.parametrize(
-    ("where", "source"), [("memory", "4x2"), ("memory", "single device"), ("bucket", NAMES[0])]
-)
-def test_verify_and_lazy_reading_agree(saved, values, where, source):
-    place = saved(where, source)
+@pytest.mark.parametrize("source", ["4x2", "single device"])
+def test_verify_and_lazy_reading_agree(saved, values, source):
+    place = saved("memory", source)
     assert ostraka.verify(place).ok
     checkpoint = ostraka.open(place)
     for key, value in values.items():
@@ -311,9 +305,6 @@ def large_values():
 LARGE = ["single device", "8 by rows", "explicit 8 by columns", "4x2 replicated", "4x2"]
 
 
-SERVERS = ["moto", "seaweed", "azurite"]
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory, new_bucket):
     """The values, and what makes a checkpoint of a source sharding; one with small files."""
@@ -342,10 +333,10 @@ def large(tmp_path_factory, new_bucket):
         ("disk", "explicit 8 by columns", "numpy"),
         ("disk", "explicit 8 by columns", "single device"),
         ("disk", "4x2 replicated", "4x2"),
-        ("disk", "4x2", "explicit 8 by columns"),
-        *((server, "8 by rows", "explicit 8 by columns") for server in SERVERS),
-        *((server, "4x2 replicated", "4x2") for server in SERVERS),
-        ("seaweed", "single device", "numpy"),
+        ("moto", "8 by rows", "explicit 8 by columns"),
+        ("moto", "4x2 replicated", "4x2"),
+        ("seaweed", "8 by rows", "explicit 8 by columns"),
+        ("azurite", "4x2 replicated", "4x2"),
     ],
 )
 def test_large_arrays(large, where, source, destination):
@@ -362,7 +353,7 @@ def test_large_arrays(large, where, source, destination):
         assert_placed(found[key], value, fit(sharding, value.shape))
 
 
-@pytest.mark.parametrize("where", ["disk", *SERVERS])
+@pytest.mark.parametrize("where", ["disk", "moto"])
 def test_parts_of_large_arrays_are_read_lazily_and_small_files_are_small(large, where):
     values, save = large
     for source in LARGE if where == "disk" else ["8 by rows", "4x2 replicated"]:
@@ -386,6 +377,7 @@ def some_keys():
         "rbg": jax.random.key(2, impl="rbg"),
         "unsafe": jax.random.key(3, impl="unsafe_rbg"),
         "many": jax.random.split(jax.random.key(4), 8),
+        "raw": jax.random.PRNGKey(3),
         "matrix": jax.random.split(jax.random.key(5, impl="rbg"), (8, 16)),
         "none": jax.random.split(jax.random.key(6), 0),
     }
@@ -401,9 +393,8 @@ def assert_keys(found, expected, sharding):
         assert found[name].dtype == key.dtype
         assert found[name].shape == key.shape
         assert found[name].sharding.is_equivalent_to(fit(sharding, key.shape), key.ndim)
-        assert_bits(
-            np.asarray(jax.random.key_data(found[name])), np.asarray(jax.random.key_data(key))
-        )
+        data = (jax.random.key_data(x) if name != "raw" else x for x in (found[name], key))
+        assert_bits(*map(np.asarray, data))
 
 
 KEY_SHARDINGS = ["single device", "4x2", "explicit 2x4", "permuted 2x4", "4x2 replicated"]
@@ -422,12 +413,6 @@ def test_keys_from_any_sharding_to_any_other(place, source, destination):
     assert_keys(found, keys, sharding)
     draws = [jax.random.normal(tree["threefry"], (4,)) for tree in (keys, found)]
     assert_bits(np.asarray(draws[1]), np.asarray(draws[0]))
-
-
-def test_raw_keys_are_plain_arrays(place):
-    key = jax.random.PRNGKey(3)
-    ostraka.save(place, {"k": key})
-    assert_placed(ostraka.restore(place)["k"], np.asarray(key), key.sharding)
 
 
 # numpy
@@ -456,7 +441,7 @@ def test_numpy_arrays_in_any_memory_order(place):
         "broadcast": np.broadcast_to(array[0, 0], (3, 4, 10)),
         "read-only": np.frombuffer(array.tobytes(), np.float32),
         "packed strided": random_bits("int4", (9, 9))[::2, ::3],
-        "large transposed": (large := random_bits("uint16", (3000, 7001))).T,
+        "large transposed": (large := random_bits("uint16", (1500, 3501))).T,
         "large strided": large[::-1, 1::2],
     }
     ostraka.save(place, views)
@@ -508,7 +493,6 @@ def test_saving_does_not_change_what_is_saved(place):
     ostraka.save(place, {"n": array, "j": sharded})
     assert_bits(array, kept)
     assert_placed(sharded, kept, SHARDINGS["4x2"]())
-    assert array.flags.writeable
 
 
 # Templates
@@ -703,33 +687,22 @@ def test_a_run_with_fewer_devices_needs_no_template(tmp_path):
         "step": 7,
     }
     ostraka.save(folder / "c", tree)
-    script = """
-import sys
-import jax, numpy as np, ostraka
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-value = np.arange(96, dtype=np.int32).reshape(8, 12)
-devices = jax.devices()
-assert len(devices) == 3
-found = ostraka.restore(sys.argv[1])
-for name in ("w", "one"):
-    assert found[name].sharding.device_set == {devices[0]}, found[name].sharding
-    np.testing.assert_array_equal(found[name], value)
-assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.key(3))).all()
-assert found["step"] == 7
-mesh = Mesh(np.array(devices), ("m",))
-found = ostraka.restore(sys.argv[1], mesh=mesh, specs={"w": P(None, "m"), "one": P(), "key": P()})
-assert found["w"].sharding == NamedSharding(mesh, P(None, "m"))
-np.testing.assert_array_equal(found["w"], value)
-"""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(folder / "c")],
-        env={**os.environ, **flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_processes(restore_on_three_devices, str(folder / "c"), processes=1, devices_per_process=3)
+
+
+def restore_on_three_devices(path: str) -> None:
+    value, devices = np.arange(96, dtype=np.int32).reshape(8, 12), jax.devices()
+    assert len(devices) == 3
+    found = ostraka.restore(path)
+    for name in ("w", "one"):
+        assert found[name].sharding.device_set == {devices[0]}, found[name].sharding
+        np.testing.assert_array_equal(found[name], value)
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.key(3))).all()
+    assert found["step"] == 7
+    mesh = Mesh(np.array(devices), ("m",))
+    found = ostraka.restore(path, mesh=mesh, specs={"w": P(None, "m"), "one": P(), "key": P()})
+    assert found["w"].sharding == NamedSharding(mesh, P(None, "m"))
+    np.testing.assert_array_equal(found["w"], value)
 
 
 # Keys of a generator that JAX does not have

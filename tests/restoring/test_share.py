@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,40 +17,24 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
+from counting import CountingStore
 from ostraka.errors import Damaged, RestoreFailed
 from ostraka.layout import plan_restore as plan_share
 from ostraka.processes import operation
 from ostraka.restoring import share
-from ostraka.storage import MOST_BYTES, Traits
+from ostraka.storage import Traits
 from ostraka.testing import FaultyStore, run_processes
 
 MIB = 1 << 20
 REMOTE = Traits(is_remote=True)
 
 
-class CountingStore(FaultyStore):
-    """Counts the bytes that are read from it."""
-
-    nbytes = 0
-
-    def open(self, name: str, first_bytes: int = 0) -> Any:
-        return _CountingReader(self, super().open(name, first_bytes))
-
-    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
-        data = super().get(name, most_bytes)
-        self.nbytes += len(data)
-        return data
+def counting(path: str, traits: Traits | None = None) -> Any:
+    return CountingStore(FaultyStore(path, traits=traits))
 
 
-class _CountingReader:
-    def __init__(self, store: CountingStore, reader: Any):
-        self._store, self._reader = store, reader
-        self.size, self.close = reader.size, reader.close
-
-    def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
-        count = self._reader.read_into(offset, buffers)
-        self._store.nbytes += count
-        return count
+def bytes_of(store: CountingStore) -> int:
+    return store.bytes_read + sum(store.gotten.values())
 
 
 def make_values(megabytes: int) -> dict[str, Any]:
@@ -160,10 +144,10 @@ def restore_in_many_ways(path: str) -> dict[tuple[str, str], int]:
     for case, tree in trees.items():
         ostraka.save(f"{path}/{case}", tree)
         for stages in (nullcontext, small_stages):
-            store = CountingStore(f"{path}/{case}")
+            store = counting(f"{path}/{case}")
             with stages():
                 assert_same(ostraka.restore(store, like=tree, share_reads=True), tree)
-            counts[case, stages.__name__] = store.nbytes
+            counts[case, stages.__name__] = bytes_of(store)
     return counts
 
 
@@ -207,16 +191,16 @@ def restore_across(path: str) -> dict[tuple[str, str], int]:
     for name in ("rows", "packed"):
         for case, sharding in shardings.items():
             like = place(values, sharding)
-            store = CountingStore(f"{path}/{name}")
+            store = counting(f"{path}/{name}")
             with small_stages() if case == "columns" else nullcontext():
                 assert_same(ostraka.restore(store, like=like, share_reads=True), like)
-            counts[name, case] = store.nbytes
+            counts[name, case] = bytes_of(store)
     half = place({"w0": values["w0"].astype(ml_dtypes.bfloat16)}, by_rows(data))
     like = {"w0": jax.ShapeDtypeStruct((512, 512, 8), "bfloat16", sharding=half["w0"].sharding)}
-    store = CountingStore(f"{path}/rows", traits=REMOTE)
+    store = counting(f"{path}/rows", REMOTE)
     with small_stages():
         assert_same(ostraka.restore(store, like=like, dtype="like"), half)
-    counts["cast", ""] = store.nbytes
+    counts["cast", ""] = bytes_of(store)
     return counts
 
 
@@ -239,9 +223,9 @@ def restore_with_options(path: str, bucket: str) -> dict[str, int]:
     counts: dict[str, int] = {}
 
     def restore(name: str, traits: Traits | None = None, **options: Any) -> Any:
-        store = CountingStore(f"{path}/1", traits=traits)
+        store = counting(f"{path}/1", traits)
         found = ostraka.restore(store, options.pop("like", tree), **options)
-        counts[name] = store.nbytes
+        counts[name] = bytes_of(store)
         return found
 
     assert_same(restore("off", REMOTE, share_reads=False), tree)
@@ -400,33 +384,35 @@ def test_a_process_that_is_killed(tmp_path: Path, at: str):
 # Which reads are shared by default
 
 
-def read_on_hosts(path: str, host_of: list[str]) -> tuple[int, int]:
-    """By default, from a directory: the bytes read, if all need all, and if two need each half."""
-    host = host_of[jax.process_index()]
-    with pytest.MonkeyPatch.context() as patch, small_stages():
-        patch.setattr("socket.gethostname", lambda: host)
-        counts: list[int] = []
-        for shardings in (by_rows(mesh_of(data=4)), by_rows(mesh_of(replica=2, fsdp=2), "fsdp")):
-            tree = place(make_values(32), shardings)
-            store = CountingStore(path)
-            assert_same(ostraka.restore(store, like=tree), tree)
-            counts.append(store.nbytes)
-        return counts[0], counts[1]
+MANY_HOSTS = {
+    "aabb": (4.0, 2.0),  # Two hosts: each process reads all that it needs.
+    "abcd": (1.1, 2.1),  # Four need the same, or only two do.
+}
+"""By the host of each process, how often bytes are read: if all need all, if two need each half."""
 
 
-@pytest.mark.parametrize(
-    ("hosts", "most"),
-    [
-        ("aabb", (4.0, 2.0)),  # Two hosts: each process reads all that it needs.
-        ("abcd", (1.1, 2.1)),  # Four need the same, or only two do.
-    ],
-)
-def test_what_many_hosts_need_is_shared_from_a_directory(
-    tmp_path: Path, hosts: str, most: tuple[float, float]
-):
-    ostraka.save(tmp_path / "c", make_values(32))
-    nbytes = sum(f.stat().st_size for f in (tmp_path / "c").rglob("*") if f.is_file())
-    results = run_processes(read_on_hosts, str(tmp_path / "c"), list(hosts), processes=4)
-    for number, times in enumerate(most):
-        read = sum(result.value[number] for result in results) / nbytes
-        assert times - 0.3 < read < times + 0.3, (number, read)
+def read_on_hosts(path: str) -> dict[str, list[int]]:
+    """By default, from a directory: the bytes that this process reads."""
+    counts: dict[str, list[int]] = {hosts: [] for hosts in MANY_HOSTS}
+    for hosts, found in counts.items():
+        with pytest.MonkeyPatch.context() as patch, small_stages():
+            patch.setattr("socket.gethostname", lambda hosts=hosts: hosts[jax.process_index()])
+            for shardings in (
+                by_rows(mesh_of(data=4)),
+                by_rows(mesh_of(replica=2, fsdp=2), "fsdp"),
+            ):
+                tree = place(make_values(16), shardings)
+                store = counting(path)
+                assert_same(ostraka.restore(store, like=tree), tree)
+                found.append(bytes_of(store))
+    return counts
+
+
+def test_what_many_hosts_need_is_shared_from_a_directory(tmp_path: Path):
+    ostraka.save(tmp_path / "c", make_values(16))
+    size = size_of(tmp_path / "c")
+    results = run_processes(read_on_hosts, str(tmp_path / "c"), processes=4)
+    for hosts, most in MANY_HOSTS.items():
+        for number, times in enumerate(most):
+            read = sum(result.value[hosts][number] for result in results) / size
+            assert times - 0.3 < read < times + 0.3, (hosts, number, read)

@@ -114,23 +114,6 @@ def test_a_transformer_of_linen_that_is_scanned():
     assert found["params/logitdense/kernel"] == P(None, "tp")
 
 
-def test_boxes_of_linen():
-    class Boxed(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            boxed = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-            x = nn.Dense(128, kernel_init=boxed, name="wi")(x)
-            return nn.Dense(64, kernel_init=boxed, name="wo")(x)
-
-    shapes = jax.eval_shape(Boxed().init, jax.random.key(0), jnp.ones((2, 64)))
-    assert specs_of(shapes, {"tp": 4}) == {
-        "params/wi/bias": P("tp"),
-        "params/wi/kernel": P(None, "tp"),
-        "params/wo/bias": P(),
-        "params/wo/kernel": P("tp", None),
-    }
-
-
 def test_further_names():
     shapes = {"mine/kernel": (64, 128), "yours/kernel": (128, 64), "norm/scale": (128,)}
     assert cut_dimensions(shapes, column=["mine"], row=["yours"]) == {

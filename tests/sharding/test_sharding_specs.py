@@ -18,6 +18,7 @@ import ostraka
 from ostraka.errors import InvalidSharding
 from ostraka.live.shardings import describe_spec
 from ostraka.sharding import check, combine, fsdp, init, make_mesh, picture, place, spec_tree
+from ostraka.sharding._place import prepare
 from ostraka.sharding.specs import array_leaves, parse_state, resolve, to_spec
 from ostraka.tree.nodes import leaves_of
 
@@ -52,7 +53,7 @@ WAYS: dict[str, Any] = {
         "first": {"kernel": P("data"), "bias": P()},
         "second": {"kernel": P("data"), "bias": None},
     },
-    "a spec tree": spec_tree(two(), {"**/kernel": P("data"), "**/bias": P()}),
+    "a spec tree": spec_tree(nnx.eval_shape(two), {"**/kernel": P("data"), "**/bias": P()}),
     "names and patterns": {"first/kernel": P("data"), "second/k*": P("data"), "**": P()},
     "a function": lambda leaf: P("data") if leaf.ndim == 2 else P(),
     "a preset": fsdp("data", min_size=100),
@@ -87,16 +88,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_restore_and_plans_take_every_form(way: str, saved: Path):
-    specs = WAYS[way]
+def test_specs_mean_the_same_everywhere(way: str, saved: Path):
+    specs, mesh = WAYS[way], make_mesh(SIZES)
     expected = OTHERWISE.get(way, EXPECTED)
-    like = ostraka.restore(saved, like=two(), mesh=make_mesh(SIZES), specs=specs)
+    made = spec_tree(two(), specs, mesh=SIZES)
+    leaves = array_leaves(parse_state(two()))
+    assert {leaf.path: leaf.value for leaf in leaves_of(parse_state(made))} == expected
+    assert specs_of(place(two(), mesh, specs)) == expected
+    prepared = prepare(two, mesh, specs, None, None)  # as `init` does, before it compiles
+    assert [sharding.spec for sharding in prepared.shardings] == [*expected.values()]
+    warned = ["first/bias", "second/bias"] if way == "one spec" else []  # not cut as the kernels
+    assert [finding.path for finding in check(two(), SIZES, specs)] == warned
+    resolved = resolve(list(leaves), SIZES, specs)
+    assert {path: to_spec(path, spec) for path, spec in resolved.specs.items()} == expected
+    assert resolved.missing == resolved.unknown == []
+    like = ostraka.restore(saved, like=two(), mesh=mesh, specs=specs)
     assert specs_of(like) == specs_of(ostraka.restore(saved, mesh=SIZES, specs=specs)) == expected
-    leaves = [leaf.spec for leaf in ostraka.plan(two(), mesh=SIZES, specs=specs)._write.leaves]
+    planned = [leaf.spec for leaf in ostraka.plan(two(), mesh=SIZES, specs=specs)._write.leaves]
     partitions = {path: describe_spec(path, spec) for path, spec in expected.items()}
-    assert {leaf.path: leaf.partition for leaf in leaves} == partitions
+    assert {leaf.path: leaf.partition for leaf in planned} == partitions
     # Each of two processes has a half of what is cut along the axis of two.
-    halves = [leaf.nbytes // (2 if "data" in expected[leaf.path] else 1) for leaf in leaves]
+    halves = [leaf.nbytes // (2 if "data" in expected[leaf.path] else 1) for leaf in planned]
     onto = ostraka.plan(saved).restore(mesh=SIZES, specs=specs, processes=2)
     assert [process.needed_bytes for process in onto.processes] == [sum(halves)] * 2
 
@@ -121,23 +133,6 @@ def test_a_mesh_in_the_place_of_specs(use: Callable[[Any], Any], order: str, mes
     with pytest.raises(TypeError, match=r"the mesh \(data=2.*\) is given where specs") as caught:
         use(MESHES[mesh])
     assert str(caught.value).endswith(f"the order is {order}")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_specs_mean_the_same_everywhere(way: str):
-    specs = WAYS[way]
-    mesh = make_mesh(SIZES)
-    expected = OTHERWISE.get(way, EXPECTED)
-    made = spec_tree(two(), specs, mesh=SIZES)
-    leaves = array_leaves(parse_state(two()))
-    assert {leaf.path: leaf.value for leaf in leaves_of(parse_state(made))} == expected
-    assert specs_of(place(two(), mesh, specs)) == expected
-    assert specs_of(init(two, mesh, specs)) == expected
-    warned = ["first/bias", "second/bias"] if way == "one spec" else []  # not cut as the kernels
-    assert [finding.path for finding in check(two(), SIZES, specs)] == warned
-    resolved = resolve(list(leaves), SIZES, specs)
-    assert {path: to_spec(path, spec) for path, spec in resolved.specs.items()} == expected
-    assert resolved.missing == resolved.unknown == []
 
 
 def test_one_spec_for_all():

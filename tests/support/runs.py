@@ -1,5 +1,6 @@
 """Runs of a Manager: their steps, harm to them, and faults at a chosen moment."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -10,6 +11,7 @@ import numpy as np
 
 import ostraka
 from ostraka import Manager
+from ostraka.layout import metadata, shard_file
 from ostraka.storage import open_store
 from ostraka.testing import FaultyStore
 
@@ -36,6 +38,17 @@ def damage(root: Any, *steps: int, name: str = ".safetensors") -> None:
         data = bytearray(place.get(file))
         data[-1] ^= 1
         place.put(file, bytes(data))
+
+
+def make_newer(root: Any, step: int) -> None:
+    """Let a step be of a newer version of the format, with the digest that it then has."""
+    place = open_store(root).at(f"step_{step:08d}")
+    document = {**json.loads(place.get("_METADATA")), "version": 3}
+    document.pop("digest")
+    text = json.dumps(document, separators=(",", ":")).encode()[:-1]
+    whole = text + b',"digest":"' + shard_file.digest(text).encode() + b'"}\n'
+    assert metadata.metadata_is_intact(whole)
+    place.put("_METADATA", whole)
 
 
 def contents(path: Any) -> dict[str, bytes]:

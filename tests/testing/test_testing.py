@@ -25,6 +25,15 @@ from ostraka.testing import (
     preloaded,
     run_processes,
 )
+from workers import (
+    Odd,
+    hang,
+    hang_and_mark,
+    hang_unless_named,
+    run_alone,
+    wait_for,
+    wait_until_gone,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,10 +46,6 @@ def _fresh() -> Iterator[None]:
 @dataclass
 class Point:
     x: int
-
-
-class Odd(Exception):
-    pass
 
 
 # --- what the processes run --------------------------------------------------------------
@@ -60,102 +65,6 @@ def look_around(point: Point, array: np.ndarray):
     return counts, Point(point.x + jax.process_index()), array * 2, total
 
 
-def fail_everywhere():
-    """Process 0 fails first, the other so much later that JAX would end it were 0 gone."""
-    import jax
-
-    from ostraka.testing import _child
-
-    if jax.process_index() == 0:
-        _child._COORDINATOR_LINGER_S = 100.0  # the other may be slow to come to its own error
-    else:
-        wait_for(Path(sys.argv[1], "raised.0"))
-        time.sleep(1.0)
-    raise Odd(f"no luck on {jax.process_index()}")
-
-
-def run_alone(what: str, *args):
-    """For runs with `distributed=False`, which need no JAX and start at once."""
-    if what == "raise":
-        raise Odd(*args)
-    if what == "exit":
-        sys.exit(3)
-    if what == "leave":
-        os._exit(*args)
-    if what == "lambda":
-        return lambda: 0
-    if what == "many lines":
-        print("\n".join(f"line {n}" for n in range(1000)))
-        raise Odd(*args)
-    if what == "environment":
-        return [os.environ.get(name) for name in args]
-    if what == "jax":
-        return "jax" in sys.modules
-    if what == "grandchild":
-        return subprocess.Popen(["sleep", "1000"]).pid
-    return what
-
-
-def hang(*marks: str):
-    """Once a mark is there, this process has printed its line and hangs."""
-    print("about to hang")
-    for mark in marks:
-        write_at_once(Path(mark), str(os.getpid()))
-    time.sleep(1000)
-
-
-def hang_and_mark(folder: str):
-    hang(f"{folder}/{os.getpid()}")
-
-
-def hang_unless_named(name: str):
-    """Of two processes one makes the file first and fails, once the other hangs."""
-    try:
-        Path(name).touch(exist_ok=False)
-    except FileExistsError:
-        hang(f"{name}.hangs")
-    wait_for(Path(f"{name}.hangs"))
-    raise Odd("the other hangs")
-
-
-def wait_for(mark: Path) -> None:
-    while not mark.exists():
-        time.sleep(0.01)
-
-
-def write_at_once(file: Path, text: str) -> None:
-    """A file that is there has all of its text."""
-    partial = file.with_name(f"{file.name}.partial{os.getpid()}")
-    partial.write_text(text)
-    partial.rename(file)
-
-
-def outlive_the_other(name: str):
-    """Process 1 waits to be killed; process 0 sees it gone, and fails."""
-    import jax
-
-    if jax.process_index() == 1:
-        hang(name)
-    wait_for(Path(name))
-    assert wait_until_gone(int(Path(name).read_text()))
-    raise Odd("no luck on 0")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def wait_until_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 60
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not is_running(pid)
-
-
 # --- with JAX ----------------------------------------------------------------------------
 
 
@@ -173,29 +82,6 @@ def test_values_output_and_counts_come_back():
         assert [line for line in lines if "[Gloo]" not in line] == [f"out of {index}"]
         assert f"err of {index}" in result.stderr
         assert 0 < result.duration_s < 240
-
-
-def test_when_all_fail_each_reports_its_own_error():
-    # Were process 0 gone at once, JAX would abort process 1.
-    with pytest.raises(
-        ProcessesFailed, match=r"^test_testing:fail_everywhere: process 0 failed: Odd"
-    ) as caught:
-        run_processes(fail_everywhere, grace_s=100)
-    assert [r.error for r in caught.value.results] == ["Odd: no luck on 0", "Odd: no luck on 1"]
-    assert [r.exit_code for r in caught.value.results] == [1, 1]
-
-
-def test_a_killed_process_and_its_survivor_that_fails(tmp_path: Path):
-    mark = tmp_path / "here"
-    results = run_processes(
-        outlive_the_other, str(mark), check=False, on_start=kill_when(1, appears=mark, after_s=0.1)
-    )
-    assert [(r.exit_code, r.value) for r in results] == [(1, None), (-9, None)]
-    assert results[0].error == "Odd: no luck on 0"
-    assert results[0].traceback is not None
-    assert "in outlive_the_other" in results[0].traceback
-    assert results[1].error is None
-    assert "about to hang" in results[1].stdout
 
 
 # --- how things fail, without JAX --------------------------------------------------------
@@ -279,7 +165,7 @@ def test_what_a_process_started_ends_with_it():
 def test_processes_end_when_the_caller_is_killed(tmp_path: Path):
     mark = tmp_path / "pid"
     code = "import sys; from ostraka.testing import run_processes as r\n"
-    code += "r('test_testing:hang', sys.argv[1], processes=1)"
+    code += "r('workers:hang', sys.argv[1], processes=1)"
     # What a killed caller leaves behind is left where it is cleaned up.
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code, str(mark)], env=env) as caller:

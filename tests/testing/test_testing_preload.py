@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ostraka.testing import ProcessesFailed, _processes, kill_when, preloaded, run_processes
-from test_testing import wait_until_gone
+from workers import fail_everywhere, outlive_the_other, wait_until_gone
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,9 +74,31 @@ def sum_over_all() -> tuple[int, float]:
 
 
 def test_they_are_jax_processes():
-    for devices in (1, 3):
-        results = run_processes(sum_over_all, processes=2, devices_per_process=devices)
-        assert [result.value for result in results] == [(2 * devices, 6.0)] * 2
+    results = run_processes(sum_over_all, processes=2, devices_per_process=3)
+    assert [result.value for result in results] == [(6, 6.0)] * 2
+
+
+def test_when_all_fail_each_reports_its_own_error():
+    # Were process 0 gone at once, JAX would abort process 1.
+    with pytest.raises(
+        ProcessesFailed, match=r"^workers:fail_everywhere: process 0 failed: Odd"
+    ) as caught:
+        run_processes(fail_everywhere, grace_s=100)
+    assert [r.error for r in caught.value.results] == ["Odd: no luck on 0", "Odd: no luck on 1"]
+    assert [r.exit_code for r in caught.value.results] == [1, 1]
+
+
+def test_a_killed_process_and_its_survivor_that_fails(tmp_path: Path):
+    mark = tmp_path / "here"
+    results = run_processes(
+        outlive_the_other, str(mark), check=False, on_start=kill_when(1, appears=mark, after_s=0.1)
+    )
+    assert [(r.exit_code, r.value) for r in results] == [(1, None), (-9, None)]
+    assert results[0].error == "Odd: no luck on 0"
+    assert results[0].traceback is not None
+    assert "in outlive_the_other" in results[0].traceback
+    assert results[1].error is None
+    assert "about to hang" in results[1].stdout
 
 
 def read_config() -> tuple[bool, int]:
@@ -85,10 +107,9 @@ def read_config() -> tuple[bool, int]:
     return jax.config.read("jax_enable_x64"), os.getppid()
 
 
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_what_counts_at_an_import_is_not_too_late(value: str):
-    (result,) = run_processes(read_config, processes=1, env={"JAX_ENABLE_X64": value})
-    assert result.value == (value == "1", os.getpid())
+def test_what_counts_at_an_import_is_not_too_late():
+    (result,) = run_processes(read_config, processes=1, env={"JAX_ENABLE_X64": "1"})
+    assert result.value == (True, os.getpid())
 
 
 def fail_or_wait(mark: str) -> None:
@@ -157,7 +178,7 @@ def test_threads_that_begin_together_have_the_same_fork_servers(monkeypatch: pyt
             super().__init__(*args)
 
     monkeypatch.setattr(_processes, "ForkServers", Slow)
-    with preloaded("json.tool", "jax"), ThreadPoolExecutor(2) as pool:
+    with preloaded("json.tool"), ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run_processes, describe, processes=1) for _ in range(2)]
         assert [len(run.result()) for run in runs] == [1, 1]
     assert len(started) == 1
@@ -167,5 +188,6 @@ def test_the_thread_that_came_first_may_end():
     """The servers that it has started are still there for others."""
     with preloaded("json.decoder"):
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(run_processes, read_config, processes=1).result()
-        run_processes(read_config, processes=2)
+            (first,) = pool.submit(run_processes, "os:getppid", processes=1).result()
+        found = run_processes("os:getppid", processes=2, distributed=False)
+    assert first.value == found[0].value != found[1].value

@@ -1,4 +1,4 @@
-"""Which parameter an optimizer's array belongs to, and which of its dimensions it has."""
+"""Leaves as rules see them: sizes, partitions, the kernel of a bias, the parameter of a moment."""
 
 import jax
 import numpy as np
@@ -8,8 +8,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from ostraka.sharding.leaves import ShapedLeaf, cut_as, follow, kept_dimensions
+from ostraka.sharding.leaves import (
+    ShapedLeaf,
+    cut_as,
+    every_dimension,
+    follow,
+    kept_dimensions,
+    kernel_of,
+    without_trailing,
+)
 from ostraka.sharding.specs import ArrayLeaf, array_leaf, follow_specs
+
+
+def test_sizes():
+    leaf = ShapedLeaf("a", (3, 4), 2, False)
+    assert (leaf.elements, leaf.nbytes) == (12, 24)
+    assert ShapedLeaf("key", (3,), 4, True).nbytes == 0
+
+
+def test_partitions_of_every_dimension_and_back():
+    assert every_dimension((("a",),), 3) == (("a",), (), ())
+    assert without_trailing((("a",), (), ())) == (("a",),)
+    assert without_trailing(((), ("a",), ())) == ((), ("a",))
+    assert without_trailing(((), ())) == ()
+
+
+SHAPES = {
+    "dense/kernel": (4, 8),
+    "heads/kernel": (4, 2, 8),
+    "stacked/kernel": (6, 4, 8),
+    "torch/weight": (4, 8),
+    "boxed/kernel/value": (4, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "expected"),
+    [
+        ("dense/bias", (8,), ("dense/kernel", (1,))),
+        ("heads/bias", (2, 8), ("heads/kernel", (1, 2))),
+        ("stacked/bias", (6, 8), ("stacked/kernel", (0, 2))),
+        ("torch/bias", (8,), ("torch/weight", (1,))),
+        ("boxed/bias/value", (8,), ("boxed/kernel/value", (1,))),
+        ("torch/bias", (4,), ("torch/weight", (0,))),  # outputs first
+        ("dense/bias", (5,), None),
+        ("dense/scale", (8,), None),
+        ("dense/bias", (), None),
+        ("alone/bias", (8,), None),
+    ],
+)
+def test_the_kernel_of_a_bias(path: str, shape: tuple[int, ...], expected: object):
+    assert kernel_of(path, shape, SHAPES) == expected
+
+
+# Arrays of optimizers
 
 
 def leaf(path: str, *shape: int) -> ShapedLeaf:
@@ -49,10 +101,10 @@ def test_what_follows_a_parameter():
 
 def test_square_kernels_are_factored_as_optax_does():
     """The mean over the later dimension is `v_row`; each value tells which one is left."""
-    kernel = np.broadcast_to(np.arange(1, 257, dtype=np.float32)[:, None], (256, 256))
-    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=128)
+    kernel = np.broadcast_to(np.arange(1, 9, dtype=np.float32)[:, None], (8, 8))
+    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=8)
     state = optimizer.init({"w": kernel})
-    _, state = optimizer.update({"w": kernel}, state, {"w": kernel})
+    _, state = jax.jit(optimizer.update)({"w": kernel}, state, {"w": kernel})
     factored = next(
         part
         for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "v_row"))
@@ -60,8 +112,8 @@ def test_square_kernels_are_factored_as_optax_does():
     )
     varies = {name: np.ptp(getattr(factored, name)["w"]) > 0 for name in ("v_row", "v_col")}
     assert varies == {"v_row": True, "v_col": False}  # rows differ: dimension 0 is in v_row
-    assert kept_dimensions("v_row/w", (256,), (256, 256)) == (0,)
-    assert kept_dimensions("v_col/w", (256,), (256, 256)) == (1,)
+    assert kept_dimensions("v_row/w", (8,), (8, 8)) == (0,)
+    assert kept_dimensions("v_col/w", (8,), (8, 8)) == (1,)
 
 
 def test_the_longest_name_at_the_end_counts():
