@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
-from ostraka.data._prepare import Preparation, Source
+from ostraka.data._prepare import Preparation, Source, copy_state
 from ostraka.data._rounds import Group
 from ostraka.data._rows import plan_rows
 from ostraka.errors import InvalidTree, Mismatch
@@ -149,7 +149,8 @@ class ElasticIterator:
         self._stop()
         try:
             for shard, iterator in self._source.iterators.items():
-                iterator.set_state(states[shard])
+                # A copy, since an iterator may go on to change what it is given.
+                iterator.set_state(copy_state(shard, states[shard]))
         except BaseException:
             self._is_closed = True  # Some shards are elsewhere than others.
             raise
@@ -179,7 +180,9 @@ class ElasticIterator:
             problem = f"it lacks shard {missing[0]}, which this process runs"
             remedy = "join the parts of all processes with ElasticIterator.join_states"
             raise Mismatch(_SUBJECT, [f"{problem}: {remedy}"])
-        return {shard: decode_state(states[str(shard)]) for shard in self._plan.runs}
+        return {
+            shard: copy_state(shard, decode_state(states[str(shard)])) for shard in self._plan.runs
+        }
 
     @property
     def _size(self) -> tuple[int, int]:
