@@ -204,8 +204,10 @@ def test_an_example_may_use_the_memory_of_the_one_before(shape: tuple[int, ...])
             assert leaf.reshape(16, -1)[:, -1].tolist() == expected
 
 
-def test_a_batch_may_be_donated():
-    data = elastic(make_iterator=lambda shard: map_rows(Numbers(shard, 4)))
+@pytest.mark.parametrize("where", [None, ({"data": 8}, P()), ({"data": 8}, P("data"))], ids=str)
+def test_a_batch_may_be_donated(where: Any):
+    """JAX may share its memory with us, and the devices theirs with each other."""
+    data = elastic(make_iterator=lambda shard: map_rows(Numbers(shard, 4)), sharding=where)
     step = jax.jit(lambda rows: rows + 1, donate_argnums=0)
     found = [np.asarray(step(next(data)))[:, 0].tolist() for _ in range(3)]
     expected = numbers(elastic(), 3)
