@@ -2,7 +2,8 @@
 
 Prints the batches per second of each way, medians of interleaved rounds. The last columns have the
 medians of the ratios of each round: `ElasticIterator` over the same pipelines stacked by hand, and
-over one pipeline that Grain batches.
+over one pipeline that Grain batches. `--cpu` counts seconds of CPU time of all threads, which other
+programs on the machine change less.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from ostraka.data import ElasticIterator
 
 BATCH = 128
 TURN_S = 0.4
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,26 +151,26 @@ WAYS: dict[str, Callable[[Setting], Generator[Any]]] = {
 }
 
 
-def take(way: str, setting: Setting, batches: int) -> float:
+def take(way: str, setting: Setting, batches: int, clock: Clock) -> float:
     """Take batches, and return how many there were per second. The first does not count."""
     gc.collect()
     # Its own generator must end before the next turn, with its threads.
     with contextlib.closing(WAYS[way](setting)) as found:
         jax.block_until_ready(next(found))
-        start = time.perf_counter()
+        start = clock()
         for batch in itertools.islice(found, batches):
             jax.block_until_ready(batch)
-        return batches / (time.perf_counter() - start)
+        return batches / (clock() - start)
 
 
-def measure(setting: Setting, rounds: int, turn_s: float) -> dict[str, list[float]]:
+def measure(setting: Setting, rounds: int, turn_s: float, clock: Clock) -> dict[str, list[float]]:
     """Return what each way gave in each round."""
-    batches = max(8, round(take("by hand", setting, 8) * turn_s))
+    batches = max(8, round(take("by hand", setting, 8, clock) * turn_s))
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     order = list(WAYS)
     for number in range(rounds):
         for way in order[number % len(order) :] + order[: number % len(order)]:
-            found[way].append(take(way, setting, batches))
+            found[way].append(take(way, setting, batches, clock))
     return found
 
 
@@ -193,15 +196,17 @@ def main() -> int:
     parser.add_argument("--shards", default="4,16,64")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turn-s", type=float, default=TURN_S)
+    parser.add_argument("--cpu", action="store_true", help="count CPU time")
     parser.add_argument("--json", help="append the values to this file")
     given = parser.parse_args()
+    clock = time.process_time if given.cpu else time.perf_counter
     axes = [given.kinds.split(",")]
     axes += [[int(n) for n in text.split(",")] for text in (given.threads, given.lengths)]
     axes += [[int(n) for n in given.shards.split(",")]]
     print(f"{'':39} " + " ".join(f"{way:>8}" for way in WAYS) + "  of hand   of one")
     for combination in itertools.product(*axes):
         setting = Setting(*combination)  # type: ignore[arg-type]
-        found = measure(setting, given.rounds, given.turn_s)
+        found = measure(setting, given.rounds, given.turn_s, clock)
         print(show(setting, found), flush=True)
         if given.json:
             with open(given.json, "a") as file:

@@ -47,7 +47,7 @@ class ElasticIterator:
         make_iterator: Returns the iterator, or the iterable, over the examples of a logical shard,
             given its number. The iterator needs `get_state` and `set_state`, as those of Grain
             have. An example is a pytree of numpy arrays and numbers. All examples have the same
-            structure, shapes and dtypes.
+            structure, shapes and dtypes. An example may use the memory of the one before.
         shards: The number of logical shards. Keep it for the whole run. It limits the number of
             processes that can share the work, so choose a multiple of all that you may use.
         batch: The rows of a global batch, a multiple of `shards`.
