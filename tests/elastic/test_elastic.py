@@ -1,12 +1,14 @@
 """Global batches from logical shards, on one process."""
 
+import copy
 import gc
 import itertools
 import threading
 import weakref
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grain
 import jax
@@ -21,6 +23,16 @@ from elastic_data import mixed, row_digests
 from ostraka.data import ElasticIterator
 from ostraka.errors import InvalidSharding, InvalidTree, Mismatch
 from runs import wait_until
+
+
+class Pair(NamedTuple):
+    x: int
+    y: int
+
+
+class Couple(NamedTuple):
+    x: int
+    y: int
 
 
 class Numbers:
@@ -127,6 +139,57 @@ def test_dtypes_are_kept(dtype: Any):
     assert nothing is None
 
 
+def made(make: Any, **changes: Any) -> ElasticIterator:
+    """The examples that a function makes of numbers."""
+    return elastic(lambda example: make(example["n"]), **changes)
+
+
+@pytest.mark.parametrize("size", [0, 3, 1024, 1025, 5000])
+@pytest.mark.parametrize("form", ["whole", "view", "strided", "swapped"])
+def test_rows_of_any_size_and_layout(size: int, form: str):
+    def make(number: int) -> Any:
+        row = np.arange(number, number + 2 * size, dtype=np.int32).reshape(2, size)
+        if form == "swapped":
+            return row.astype(">i4")
+        return {"whole": row, "view": row[:1], "strided": row.T[::2]}[form]
+
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    for where in (None, ({"data": 8}, P("data"))):
+        found = next(made(make, sharding=where))
+        expected = np.stack([make(number) for number in order]).astype(np.int32)
+        assert found.dtype == np.int32
+        assert found.shape == expected.shape
+        assert (np.asarray(found) == expected).all()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2000,)])
+def test_an_example_may_use_the_memory_of_the_one_before(shape: tuple[int, ...]):
+    memory = np.zeros(shape, np.int32)
+    example = {"x": memory, "y": [memory[..., None]]}
+
+    def make(number: int) -> Any:
+        memory[...] = number
+        return example
+
+    with made(make, batch=16) as data:
+        batches = [next(data) for _ in range(5)]
+    plain = numbers(elastic(batch=16), 5)
+    for batch, expected in zip(batches, plain, strict=True):
+        for leaf in (batch["x"], batch["y"][0]):
+            assert leaf.reshape(16, -1)[:, 0].tolist() == expected
+            assert leaf.reshape(16, -1)[:, -1].tolist() == expected
+
+
+@pytest.mark.parametrize("where", [None, ({"data": 8}, P()), ({"data": 8}, P("data"))], ids=str)
+def test_a_batch_may_be_donated(where: Any):
+    """JAX may share its memory with us, and the devices theirs with each other."""
+    data = elastic(lambda example: example["row"], sharding=where)
+    step = jax.jit(lambda rows: rows + 1, donate_argnums=0)
+    found = [np.asarray(step(next(data)))[:, 0].tolist() for _ in range(3)]
+    expected = numbers(elastic(), 3)
+    assert found == [[number + 1 for number in batch] for batch in expected]
+
+
 # States
 
 
@@ -166,6 +229,77 @@ def test_a_state_that_the_iterator_goes_on_to_change_is_kept():
     expected = numbers(data, 3)
     data.set_state(state)
     assert numbers(data, 3) == expected
+
+
+class Live(Numbers):
+    """Its state is one object, which it changes. Given another, it goes on to change that."""
+
+    kind: Any = dict
+
+    def __init__(self, shard: int):
+        self.state: Any = self.kind()
+        super().__init__(shard)
+
+    @property
+    def at(self) -> int:
+        return self.state["at"]
+
+    @at.setter
+    def at(self, at: int) -> None:
+        self.state["at"] = at
+
+    def get_state(self) -> Any:
+        return self.state
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
+
+
+class LiveInOrder(Live):
+    kind = OrderedDict
+
+
+class LiveCounts(Live):
+    kind = Counter
+
+
+@pytest.mark.parametrize("kind", [Live, LiveInOrder, LiveCounts])
+def test_a_state_that_is_a_live_object(kind: Any):
+    data = elastic(make_iterator=kind, prefetch=3)
+    expected = numbers(elastic(), 9)
+    assert numbers(data, 2) == expected[:2]
+    state = data.get_state()
+    kept = copy.deepcopy(state)
+    assert numbers(data, 3) == expected[2:5]
+    later = data.get_state()
+    for _ in range(2):
+        data.set_state(state)
+        assert numbers(data, 4) == expected[2:6]
+    assert state == kept
+    assert {key: value["json"]["at"] for key, value in state["states"].items()} == {
+        str(shard): shard + 4 * 4 for shard in range(4)
+    }
+    data.set_state(later)
+    assert data.get_state() == later
+    assert numbers(data, 2) == expected[5:7]
+
+
+def test_a_live_state_after_a_batch_that_failed():
+    class Failing(Live):
+        def __next__(self) -> Any:
+            if self.at == 2 + 4 * 5:
+                raise OSError("the disk is gone")
+            return super().__next__()
+
+    data = elastic(make_iterator=Failing)
+    numbers(data, 2)
+    state = data.get_state()
+    kept = copy.deepcopy(state)
+    for _ in range(2):
+        data.set_state(state)
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(data)
+        assert data.get_state() == kept
 
 
 def test_save_and_restore_while_it_goes_on(tmp_path: Path):
@@ -317,6 +451,49 @@ def test_examples_that_differ_are_found_at_their_batch(change: Any, match: str):
         with pytest.raises(InvalidTree, match=match):
             next(data)
     assert data.get_state()["position"] == 2
+
+
+EXAMPLES: list[Any] = [
+    1,
+    None,
+    [1],
+    (1,),
+    {"a": 1},
+    {"a": 1, "b": 1},
+    {"a": None, "b": 1},
+    {"a": [1]},
+    {"a": {"b": 1}},
+    [1, None],
+    OrderedDict(a=1),
+    defaultdict(int, a=1),
+    Pair(1, 1),
+    Couple(1, 1),
+    (1, 1),
+]
+
+
+@pytest.mark.parametrize("first", [example for example in EXAMPLES if example is not None])
+def test_every_difference_of_structure_is_found(first: Any):
+    match = r"an example of shard 0 has PyTreeDef.*, while the first .* has PyTreeDef"
+    for other in EXAMPLES:
+        data = made(lambda at, other=other: first if at < 8 else other)
+        next(data)
+        if jax.tree.structure(first) == jax.tree.structure(other):
+            next(data)
+            continue
+        with pytest.raises(InvalidTree, match=match):
+            next(data)
+
+
+@pytest.mark.parametrize("is_masked", [lambda at: True, lambda at: at == 9], ids=["all", "one"])
+def test_a_mask_is_not_dropped(is_masked: Any):
+    def make(number: int) -> Any:
+        row = np.full(3, number)
+        return {"x": np.ma.masked_array(row, row > 2) if is_masked(number) else row}
+
+    match = "leaf 'x' of an example is a MaskedArray, whose mask would be lost: call its filled"
+    with pytest.raises(InvalidTree, match=match):
+        list(made(make))
 
 
 class Tensor:

@@ -342,11 +342,37 @@ def end_differently(root: str) -> list[Any]:
     return found
 
 
-# Both in the same two processes
+def end_unclosed() -> None:
+    """At the end of a program, a thread in a call of JAX's client would abort it."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    from ostraka.data import _prepare
+
+    me, let_go = jax.process_index(), threading.Event()
+
+    class Late(Numbers):
+        def __next__(self) -> Any:
+            if self.at == 3 and me == 1:
+                let_go.wait()
+            return super().__next__()
+
+    data = spread(Late, "a", batch=4)
+    take(data, 1)
+    _prepare._end_all()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "ostraka-data-rounds" not in names
+    let_go.set()
+    multihost_utils.sync_global_devices("both have ended")
+
+
+# All in the same two processes
 
 
 def work_in_two(root: str) -> tuple[list[Any], list[Any]]:
-    return go_through(root), end_differently(f"{root}/c")
+    found = go_through(root), end_differently(f"{root}/c")
+    end_unclosed()
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
-from ostraka.data._prepare import Preparation, Source
+from ostraka.data._prepare import Preparation, Source, copy_state
 from ostraka.data._rounds import Group
 from ostraka.data._rows import plan_rows
 from ostraka.errors import InvalidTree, Mismatch
@@ -47,7 +47,7 @@ class ElasticIterator:
         make_iterator: Returns the iterator, or the iterable, over the examples of a logical shard,
             given its number. The iterator needs `get_state` and `set_state`, as those of Grain
             have. An example is a pytree of numpy arrays and numbers. All examples have the same
-            structure, shapes and dtypes.
+            structure, shapes and dtypes. An example may use the memory of the one before.
         shards: The number of logical shards. Keep it for the whole run. It limits the number of
             processes that can share the work, so choose a multiple of all that you may use.
         batch: The rows of a global batch, a multiple of `shards`.
@@ -149,7 +149,8 @@ class ElasticIterator:
         self._stop()
         try:
             for shard, iterator in self._source.iterators.items():
-                iterator.set_state(states[shard])
+                # A copy, since an iterator may go on to change what it is given.
+                iterator.set_state(copy_state(shard, states[shard]))
         except BaseException:
             self._is_closed = True  # Some shards are elsewhere than others.
             raise
@@ -179,7 +180,9 @@ class ElasticIterator:
             problem = f"it lacks shard {missing[0]}, which this process runs"
             remedy = "join the parts of all processes with ElasticIterator.join_states"
             raise Mismatch(_SUBJECT, [f"{problem}: {remedy}"])
-        return {shard: decode_state(states[str(shard)]) for shard in self._plan.runs}
+        return {
+            shard: copy_state(shard, decode_state(states[str(shard)])) for shard in self._plan.runs
+        }
 
     @property
     def _size(self) -> tuple[int, int]:

@@ -21,8 +21,12 @@ from ostraka.common.record import logger
 from ostraka.processes.operation import name_processes
 from ostraka.processes.service import Keys, this_member
 
-_LOOK_EVERY_S = 10
-"""How often a waiting process looks whether it is still wanted."""
+_LOOK_EVERY_S = 0.5
+"""How often a waiting process looks whether it is still wanted.
+
+The end of the program waits so long. Python ends a thread that comes back from JAX's client later,
+and then the client aborts the process.
+"""
 _WARN_AFTER_S = 60
 
 _counts: Counter[tuple[int, str]] = Counter()
@@ -100,10 +104,10 @@ class Rounds:
             self._client.key_value_delete(self._before)
             self._tell_old(number)
             return answer
-        waited_s = 0
+        waited_s = 0.0
         while is_wanted():
             try:
-                found = keys.wait_for(f"{number}/answer", _LOOK_EVERY_S * 1000)
+                found = keys.wait_for(f"{number}/answer", int(_LOOK_EVERY_S * 1000))
             except Exception as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise

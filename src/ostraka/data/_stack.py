@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +15,15 @@ from ostraka.data._rows import RowPlan
 from ostraka.errors import InvalidSharding, InvalidTree
 
 Array = np.ndarray[Any, Any]
-_NUMPY = (np.ndarray, np.generic)
+_Column = tuple[tuple[int, ...], np.dtype[Any], Array, list[bytes] | None]
+"""A leaf: its shape and dtype in an example, the array of all rows, the rows if they are small."""
+
+_NUMBERS = (np.generic, int, float, complex)
+"""Leaves of any pytree, which numpy converts."""
+_ALIGNMENT = 64
+"""JAX takes memory at such addresses without a copy."""
+_SMALL_BYTES = 4096
+"""Rows up to this size are copied as bytes and joined, since numpy takes longer to assign them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +45,27 @@ def describe_example(example: Any) -> ExampleSpec:
     """Return the structure of an example. Raises InvalidTree if JAX has no arrays for a leaf."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(example)
     names = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs)
-    arrays: list[Array] = []
-    for name, (_, leaf) in zip(names, pairs, strict=True):
-        described = f"leaf {name or '.'!r} of an example is a {type(leaf).__name__}"
-        remedy = "turn it into numbers, or leave it out with a map"
-        try:
-            array = np.asarray(leaf)
-        except Exception as error:  # A typed key, a tensor of an accelerator.
-            raise InvalidTree(
-                f"{described}, which numpy can't convert ({error}): {remedy}"
-            ) from error
-        if dtype_name(array.dtype) not in DTYPES:
-            raise InvalidTree(
-                f"{described} of the dtype {array.dtype}, which JAX has no arrays for: {remedy}"
-            )
-        arrays.append(array)
+    arrays = [_as_array(name, leaf) for name, (_, leaf) in zip(names, pairs, strict=True)]
     if not arrays:
         raise InvalidTree(f"an example has no arrays: {example!r:.80}")
     shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
     return ExampleSpec(treedef, names, tuple(shapes), tuple(dtypes))
+
+
+def _as_array(name: str, leaf: Any) -> Array:
+    described = f"leaf {name or '.'!r} of an example is a {type(leaf).__name__}"
+    remedy = "turn it into numbers, or leave it out with a map"
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise InvalidTree(f"{described}, whose mask would be lost: call its filled() in a map")
+    try:
+        array = np.asarray(leaf)
+    except Exception as error:  # A typed key, a tensor of an accelerator.
+        raise InvalidTree(f"{described}, which numpy can't convert ({error}): {remedy}") from error
+    if dtype_name(array.dtype) not in DTYPES:
+        raise InvalidTree(
+            f"{described} of the dtype {array.dtype}, which JAX has no arrays for: {remedy}"
+        )
+    return array
 
 
 class Stacker:
@@ -71,40 +82,47 @@ class Stacker:
         self._has_x64: bool = cast(Any, jax.config).jax_enable_x64
 
     def stack(self, rows: Iterable[tuple[int, Any]]) -> Any:
-        """Return a pytree of global arrays, from the shard and the example of each local row."""
-        flatten = jax.tree_util.tree_flatten
-        shards: list[int] = []
-        flat: list[list[Any]] = []
+        """Return a pytree of global arrays, from the shard and the example of each local row.
+
+        Each example is copied before the next one is asked for, which may use its memory again.
+        """
         spec = self.spec
-        for shard, example in rows:
+        columns: list[_Column] = [] if spec is None else self._new_columns(spec)
+        for row, (shard, example) in enumerate(rows):
             if spec is None:
                 spec = self._begin(example)
-            leaves, treedef = flatten(example)
-            if treedef != spec.treedef:
-                raise _unlike(shard, f"{treedef}", f"{spec.treedef}")
-            shards.append(shard)
-            flat.append(leaves)
+                columns = self._new_columns(spec)
+            # No calls of ours below, unless a value is no array: this runs for all rows.
+            try:
+                # It takes a third of the time of `tree_flatten`, and stops where a leaf belongs.
+                values: list[Any] = spec.treedef.flatten_up_to(example)
+            except ValueError:
+                raise _unlike_structure(spec, shard, example) from None
+            for number, value in enumerate(values):
+                shape, dtype, buffer, parts = columns[number]
+                array = value
+                if type(value) is not np.ndarray:
+                    array = _convert(spec, shard, example, number, value)
+                if array.shape != shape or array.dtype != dtype:
+                    raise _unlike_leaf(spec, shard, number, array)
+                if parts is None:
+                    buffer[row] = array
+                else:
+                    parts.append(array.tobytes())
         assert spec is not None
-        columns = zip(*flat, strict=True)
-        buffers = [self._stack_leaf(spec, n, column, shards) for n, column in enumerate(columns)]
+        buffers: list[Array] = []
+        for _, _, buffer, parts in columns:
+            if parts:
+                buffer.reshape(-1).view(np.uint8)[:] = np.frombuffer(b"".join(parts), np.uint8)
+            buffers.append(buffer)
         with jax.enable_x64(self._has_x64):
             arrays = self._place(buffers)
         return jax.tree_util.tree_unflatten(spec.treedef, arrays)
 
-    def _stack_leaf(
-        self, spec: ExampleSpec, leaf: int, column: Sequence[Any], shards: Sequence[int]
-    ) -> Array:
-        """Return the values of one leaf in all rows as one array."""
-        shape, dtype = spec.shapes[leaf], spec.dtypes[leaf]
-        arrays = [v if isinstance(v, _NUMPY) else np.asarray(v) for v in column]
-        for shard, array in zip(shards, arrays, strict=True):
-            if array.shape != shape or array.dtype != dtype:
-                found = f"{array.dtype}{list(array.shape)} at {spec.names[leaf] or '.'!r}"
-                raise _unlike(shard, found, f"{dtype}{list(shape)}")
-        if not shape:
-            return np.array(arrays, dtype)
-        # As np.stack, which would take several times as long for small rows.
-        return np.concatenate(arrays).reshape(len(arrays), *shape)
+    def _new_columns(self, spec: ExampleSpec) -> list[_Column]:
+        rows = len(self._plan.runs) * self._plan.rows_per_shard
+        leaves = zip(spec.shapes, spec.dtypes, strict=True)
+        return [_new_column(rows, shape, dtype) for shape, dtype in leaves]
 
     def _begin(self, example: Any) -> ExampleSpec:
         spec = self.spec = describe_example(example)
@@ -136,6 +154,34 @@ class Stacker:
 
         shape = (plan.batch, *buffer.shape[1:])
         return jax.make_array_from_callback(shape, plan.sharding, rows_of)
+
+
+def _new_column(rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Column:
+    native = dtype.newbyteorder("=")  # JAX has no others.
+    row_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(rows * row_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    buffer = memory[first : first + rows * row_bytes].view(native).reshape(rows, *shape)
+    is_small = 0 < row_bytes <= _SMALL_BYTES and dtype == native
+    return shape, dtype, buffer, [] if is_small else None
+
+
+def _convert(spec: ExampleSpec, shard: int, example: Any, number: int, value: Any) -> Array:
+    """Return what an example has in the place of a leaf as an array."""
+    if isinstance(value, _NUMBERS):
+        return np.asarray(value)
+    if jax.tree.structure(example) != spec.treedef:
+        raise _unlike_structure(spec, shard, example)
+    return _as_array(spec.names[number], value)
+
+
+def _unlike_structure(spec: ExampleSpec, shard: int, example: Any) -> InvalidTree:
+    return _unlike(shard, f"{jax.tree.structure(example)}", f"{spec.treedef}")
+
+
+def _unlike_leaf(spec: ExampleSpec, shard: int, number: int, array: Array) -> InvalidTree:
+    found = f"{array.dtype}{list(array.shape)} at {spec.names[number] or '.'!r}"
+    return _unlike(shard, found, f"{spec.dtypes[number]}{list(spec.shapes[number])}")
 
 
 def _unlike(shard: int, found: str, expected: str) -> InvalidTree:
