@@ -14,7 +14,7 @@ import pytest
 
 import ostraka
 from ostraka import Manager, errors
-from ostraka.manager._advice import CostMeter
+from ostraka.manager._advice import Advice, CostMeter
 from ostraka.testing import FaultyStore, run_processes
 
 # A made-up cluster: steps, saves and failures take time on a clock of its own
@@ -37,8 +37,11 @@ class Cluster:
     def useful_s(self, steps_until_save: Callable[[CostMeter], int]) -> float:
         """The work that no failure took back, in seconds of steps."""
         self.now, saved = 0.0, 0
+        advice: Advice | None = None
         for failure in self.failures:
             meter, work = CostMeter(self.mtbf_s, lambda: self.now), saved
+            if advice is not None:  # as a manager finds it in `_RUN`
+                meter.expect(advice.cost_s)
             while self.now < failure:
                 steps = steps_until_save(meter)
                 self.now += steps * self.step_s
@@ -49,6 +52,7 @@ class Cluster:
                 saved = work if is_due and self.now < failure else saved
                 meter.leave(work, began=is_due, saving=False)
             self.now = failure + self.restart_s
+            advice = meter.advise()
         return saved * self.step_s
 
     def by_optimum(self, meter: CostMeter) -> int:
