@@ -286,8 +286,8 @@ class BandsOnce:
         self.read = read
         stored = DTYPES[leaf.dtype]
         self._item_bytes = numpy_dtype(leaf.dtype).itemsize
-        # A band may be in memory as it was, cast, and packed.
-        element_bytes = self._item_bytes + (stored.bits / 8 if stored.packed else 0)
+        # A band may be in memory as it was, cast, and packed: by JAX, and for the file.
+        element_bytes = self._item_bytes + (2 * stored.bits / 8 if stored.packed else 0)
         if leaf.cast_from is not None:
             element_bytes += numpy_dtype(leaf.cast_from).itemsize
         stored_bytes = int(most_bytes / element_bytes * stored.bits / 8)
