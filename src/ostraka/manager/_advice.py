@@ -103,6 +103,8 @@ class CostMeter:
         self._overhead = None if mtbf_s is not None else overhead
         self._is_auto = overhead is not None
         self._expected_s: float | None = None
+        self._decided: tuple[float | None, float] | None = None
+        """What `_wait_s` and `_longest_s` have returned, until what they depend on changes."""
         self._began_s: float | None = None
         self._saved_s = 0.0
         """When the last save had blocked the loop."""
@@ -135,12 +137,14 @@ class CostMeter:
     def expect(self, cost_s: float) -> None:
         """Expect that a save costs so much, until one is measured: the run before has done so."""
         self._expected_s = cost_s
+        self._decided = None
 
     def enter(self, step: int) -> None:
         now = self._clock_s()
         self._entered_s = now
         if self._began_s is None:
             self._began_s = now
+            self._decided = None
         if self._left is None or step <= self._left[0]:
             return
         last, left_s, was_saving = self._left
@@ -149,6 +153,7 @@ class CostMeter:
         if not was_saving:
             self._quiet_step_s.append((now - left_s) / steps)
         elif self._quiet_step_s:
+            self._decided = None
             self._slower_s += (now - left_s) - steps * median(self._quiet_step_s)
 
     def leave(self, step: int, *, began: bool, saving: bool) -> None:
@@ -156,6 +161,7 @@ class CostMeter:
         now = self._clock_s()
         self.has_news = began or (self._left is not None and self._left[2] and not saving)
         if began:
+            self._decided = None
             if self._saves:
                 self._slowdown_s.append(max(self._slower_s, 0.0))
                 self._recent_s.append(self._last_cost_s)
@@ -198,11 +204,14 @@ class CostMeter:
         """
         if not self._saves and len(self._quiet_step_s) < _FIRST_STEPS:
             return math.inf
-        now, wait_s = self._clock_s(), self._wait_s()
+        if self._decided is None:  # Most calls come at steps that change nothing.
+            self._decided = self._wait_s(), self._longest_s()
+        wait_s, longest_s = self._decided
         if wait_s is None:
             return 0.0
+        now = self._clock_s()
         left_s = self._since_s + wait_s - now
-        if saving and now < self._since_s + self._longest_s():
+        if saving and now < self._since_s + longest_s:
             left_s = max(left_s, _SHORTEST_S)
         return left_s
 
