@@ -88,7 +88,9 @@ class Manager:
         every: Save at multiples of this number of steps. With `"auto"` the manager measures what a
             save costs the loop, and chooses the interval: within `overhead`, or Daly's optimum if
             you pass `mtbf_s`. It logs its choice, and `advice` has it.
-        overhead: For `every="auto"` without `mtbf_s`, the share of the time that saves may cost.
+        overhead: For `every="auto"` without `mtbf_s`, the share of the time that saves may cost. A
+            save that costs more than expected delays the next one, by 30 minutes or two intervals
+            at most.
         every_s: Save when this many seconds have passed since the last save.
         at: Save at these steps.
         when: Save if this function of the step returns True. Process 0 calls it.
