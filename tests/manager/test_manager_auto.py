@@ -69,8 +69,7 @@ def test_the_optimum_is_as_good_as_the_best_fixed_interval():
         fixed = [max(2, round(20 * 1.5**n / cluster.step_s)) for n in range(15)]
         best = max(cluster.useful_s(lambda _, steps=steps: steps) for steps in fixed)
         shares.append(cluster.useful_s(cluster.by_optimum) / best)
-    assert sum(shares) / len(shares) >= 0.98, shares
-    assert min(shares) >= 0.95, shares
+    assert min(shares) >= 0.98, shares
 
 
 class Clock:
