@@ -1,5 +1,6 @@
 """`every="auto"` and `if_running`: how often to save, and what becomes of a running save."""
 
+import json
 import logging
 import math
 import random
@@ -14,7 +15,7 @@ import pytest
 
 import ostraka
 from ostraka import Manager, errors
-from ostraka.manager._advice import CostMeter
+from ostraka.manager._advice import Advice, CostMeter
 from ostraka.testing import FaultyStore, run_processes
 
 # A made-up cluster: steps, saves and failures take time on a clock of its own
@@ -37,8 +38,11 @@ class Cluster:
     def useful_s(self, steps_until_save: Callable[[CostMeter], int]) -> float:
         """The work that no failure took back, in seconds of steps."""
         self.now, saved = 0.0, 0
+        advice: Advice | None = None
         for failure in self.failures:
             meter, work = CostMeter(self.mtbf_s, lambda: self.now), saved
+            if advice is not None:  # as a manager finds it in `_RUN`
+                meter.expect(advice.cost_s)
             while self.now < failure:
                 steps = steps_until_save(meter)
                 self.now += steps * self.step_s
@@ -49,6 +53,7 @@ class Cluster:
                 saved = work if is_due and self.now < failure else saved
                 meter.leave(work, began=is_due, saving=False)
             self.now = failure + self.restart_s
+            advice = meter.advise()
         return saved * self.step_s
 
     def by_optimum(self, meter: CostMeter) -> int:
@@ -64,8 +69,7 @@ def test_the_optimum_is_as_good_as_the_best_fixed_interval():
         fixed = [max(2, round(20 * 1.5**n / cluster.step_s)) for n in range(15)]
         best = max(cluster.useful_s(lambda _, steps=steps: steps) for steps in fixed)
         shares.append(cluster.useful_s(cluster.by_optimum) / best)
-    assert sum(shares) / len(shares) >= 0.98, shares
-    assert min(shares) >= 0.95, shares
+    assert min(shares) >= 0.98, shares
 
 
 class Clock:
@@ -98,6 +102,121 @@ def test_the_budget_holds_and_follows_the_cost():
     assert "with at most 0.01 of the time for saves, save every 40 s, which is 400 steps" in str(
         advice
     )
+
+
+class BudgetLoop:
+    """Steps of a second, and saves that take as long as they are told to."""
+
+    def __init__(self, mtbf_s: float | None = None):
+        self.clock = Clock()
+        self.clock.now = 0.0
+        self.meter = CostMeter(mtbf_s, lambda: self.clock.now, overhead=0.01)
+        self.step = 0
+        self.spent_s = 0.0
+        self.saves: list[float] = []
+
+    def run(self, until_s: float, cost_s: Callable[[int], float]) -> None:
+        while self.clock.now < until_s:
+            self.step += 1
+            self.clock.now += 1.0
+            self.meter.enter(self.step)
+            is_due = self.meter.left_s() <= 0
+            if is_due:
+                took_s = cost_s(len(self.saves))
+                self.clock.now += took_s
+                self.spent_s += took_s
+                self.saves.append(self.clock.now)
+            self.meter.leave(self.step, began=is_due, saving=False)
+
+
+@pytest.mark.parametrize("factor", [4, 20])
+def test_a_save_that_cost_more_is_made_up_for_before_the_next(factor: int):
+    loop = BudgetLoop()
+    loop.run(10_000, lambda _: 0.2)
+    loop.run(10_000 + 1, lambda _: 0.2 * factor)
+    seen = len(loop.saves)
+    while loop.clock.now < 20_000:
+        loop.run(loop.clock.now + 1, lambda _: 0.2 * factor)
+        surprise_s = 0.2 * factor
+        assert loop.spent_s <= 0.01 * loop.clock.now + surprise_s
+        if len(loop.saves) > seen + 1:  # The second dear one was foreseen.
+            assert loop.spent_s <= 0.01 * loop.clock.now
+    assert len(loop.saves) > seen + 3
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 50])
+@pytest.mark.parametrize("mtbf_s", [None, 7 * 86_400.0])
+def test_one_dear_save_does_not_stop_the_others_for_long(at: int, mtbf_s: float | None):
+    loop = BudgetLoop(mtbf_s)
+    loop.run(100_000, lambda save: 300.0 if save == at else 0.1)
+    gaps = np.diff([0.0, *loop.saves])
+    assert max(gaps) <= 1800 + 300 + 1
+    assert loop.spent_s <= 0.01 * loop.clock.now
+    assert gaps[-1] < (400 if mtbf_s else 12)
+
+
+def test_saves_that_stay_dear_are_two_intervals_apart_at_most():
+    loop = BudgetLoop()
+    loop.run(200_000, lambda _: 60.0)
+    assert max(np.diff([0.0, *loop.saves])) <= 2 * 6000 + 60 + 1
+    assert loop.spent_s <= 0.01 * loop.clock.now + 60
+
+
+def test_the_advice_tells_of_a_longer_wait(caplog: pytest.LogCaptureFixture):
+    loop = BudgetLoop()
+    loop.run(1_000, lambda _: 0.5)
+    advice = loop.meter.advise()
+    assert advice is not None
+    assert advice.wait_s is None
+    assert advice.spent == pytest.approx(0.01, abs=0.0005)
+    with caplog.at_level(logging.INFO, "ostraka"):
+        loop.meter.log_changes()
+        seen = len(loop.saves)
+        while len(loop.saves) == seen:
+            loop.run(loop.clock.now + 1, lambda _: 2.0)
+            loop.meter.log_changes()
+        advice = loop.meter.advise()
+        assert advice is not None
+        assert advice.wait_s is not None
+        assert advice.interval_s == pytest.approx(50, abs=1)
+        said = f"; saves have cost {advice.spent:.2g} of the time so far; the next one comes "
+        assert said + f"{advice.wait_s:,.0f} s after the last" in str(advice)
+        last_s = loop.clock.now
+        while len(loop.saves) == seen + 1:
+            loop.run(loop.clock.now + 1, lambda _: 0.5)
+            loop.meter.log_changes()
+    assert loop.saves[-1] - 0.5 - last_s == pytest.approx(advice.wait_s, abs=1.1)
+    assert [record.getMessage().count("the next one comes") for record in caplog.records] == [0, 1]
+
+
+def test_a_run_expects_what_the_run_before_has_measured(tmp_path: Path):
+    loop = BudgetLoop()
+    loop.meter.expect(2.0)
+    loop.run(1_000, lambda _: 2.0)
+    assert loop.saves[0] == pytest.approx(200, abs=3)
+    assert loop.spent_s <= 0.01 * loop.clock.now
+    loop = BudgetLoop()
+    loop.meter.expect(1e12)  # `_RUN` may say anything.
+    loop.run(4_000, lambda _: 0.1)
+    assert loop.saves[0] <= 1802
+    state = {"a": np.arange(10)}
+    with Manager(tmp_path, every=1, mtbf_s=3600) as manager:
+        manager.save(1, state)
+    before = json.loads((tmp_path / "_RUN").read_text())
+    before["advice"] |= {"blocked_s": 500.0, "slowdown_s": 0.0}
+    (tmp_path / "_RUN").write_text(json.dumps(before))
+    with Manager(tmp_path, every="auto") as manager:
+        assert not any(manager.save(step, state) for step in range(2, 9))
+
+
+def test_no_save_is_due_while_one_runs():
+    loop = BudgetLoop()
+    loop.run(500, lambda _: 0.1)
+    loop.clock.now += 100
+    assert loop.meter.left_s() <= 0
+    assert loop.meter.left_s(saving=True) > 0
+    loop.clock.now += 1800
+    assert loop.meter.left_s(saving=True) <= 0
 
 
 def test_the_manager_chooses_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):

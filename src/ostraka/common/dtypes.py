@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
+_PACKED_AT_ONCE = 1 << 19
+"""So many elements stay in the cache. A multiple of those in a byte."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dtype:
     """The form of one dtype in a shard file."""
@@ -103,12 +107,21 @@ def to_bytes(array: Array) -> Array:
     stored = contiguous.reshape(-1).view(np.uint8)
     if dtype is None or not dtype.packed:
         return stored
-    per_byte = 8 // dtype.bits
-    elements = stored & ((1 << dtype.bits) - 1)
-    lanes = np.pad(elements, (0, -elements.size % per_byte)).reshape(-1, per_byte)
-    packed = np.zeros(len(lanes), np.uint8)
-    for lane in range(per_byte):
-        packed |= lanes[:, lane] << (lane * dtype.bits)
+    return _pack(stored, dtype.bits)
+
+
+def _pack(elements: Array, bits: int) -> Array:
+    """The low bits of each byte, several in a byte. It takes little memory beside the result."""
+    import numpy as np
+
+    per_byte, mask = 8 // bits, (1 << bits) - 1
+    packed = np.zeros(-(-elements.size // per_byte), np.uint8)
+    for start in range(0, elements.size, _PACKED_AT_ONCE):
+        some = elements[start : start + _PACKED_AT_ONCE]
+        out = packed[start // per_byte :]
+        for lane in range(per_byte):
+            part = some[lane::per_byte] & mask
+            out[: len(part)] |= part << (lane * bits)
     return packed
 
 

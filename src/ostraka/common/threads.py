@@ -208,6 +208,9 @@ def run_as_completed(
         given.put(None)
         for thread in crew:  # One whose start was interrupted ends too, a moment later.
             thread.join()
+        # The frames of a second error would keep its item, and the queue the error.
+        while not done.empty():
+            done.get()
 
 
 def _take(done: SimpleQueue[tuple[int, Result] | BaseException]) -> tuple[int, Result]:

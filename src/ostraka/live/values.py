@@ -145,13 +145,23 @@ class Placement:
 class ShardedValue:
     """A jax.Array: each local device returns elements of its own shard."""
 
-    __slots__ = ("_array", "_at", "_held", "_shards", "in_host_memory", "may_change")
+    __slots__ = (
+        "_array",
+        "_at",
+        "_held",
+        "_is_on_its_way",
+        "_shards",
+        "in_host_memory",
+        "may_change",
+    )
 
     def __init__(self, array: jax.Array, at: Placement):
         self._array: jax.Array | None = array
         self._at = at
         self._shards: Sequence[jax.Array] | None = None
         self._held: dict[Box, Array] | None = None
+        self._is_on_its_way = False
+        """True if the shards are twins whose copies have begun."""
         self.in_host_memory = at.gives_views
         self.may_change = False
 
@@ -165,7 +175,10 @@ class ShardedValue:
             data = shards[at.index_of[device]]
             if not at.gives_views and box != outer and _can_be_cut(data):
                 return _host_copy(_cut(data, _box.slices(box, outer)))
-            shard = np.asarray(data) if at.gives_views else _host_copy(data)
+            if at.gives_views:
+                shard = np.asarray(data)
+            else:
+                shard = _host_copy(data if self._is_on_its_way else _twin(data))
         return shard if box == outer else shard[_box.slices(box, outer)]
 
     @property
@@ -198,9 +211,10 @@ class ShardedValue:
     def start_copying(self) -> None:
         """Begin to bring from an accelerator what `hold` will wait for."""
         if not self._at.gives_views:
-            shards = self._shards or self._list_shards()
+            twins = list(map(_twin, self._shards or self._list_shards()))
             for device in self.held_boxes().values():
-                shards[self._at.index_of[device]].copy_to_host_async()
+                twins[self._at.index_of[device]].copy_to_host_async()
+            self._shards, self._is_on_its_way = twins, True
 
     def hold(self) -> Sequence[Copy]:
         # A view is enough in host memory: XLA does not reuse what somebody looks at.
@@ -286,8 +300,8 @@ class BandsOnce:
         self.read = read
         stored = DTYPES[leaf.dtype]
         self._item_bytes = numpy_dtype(leaf.dtype).itemsize
-        # A band may be in memory as it was, cast, and packed.
-        element_bytes = self._item_bytes + (stored.bits / 8 if stored.packed else 0)
+        # A band may be in memory as it was, cast, and packed: by JAX, and for the file.
+        element_bytes = self._item_bytes + (2 * stored.bits / 8 if stored.packed else 0)
         if leaf.cast_from is not None:
             element_bytes += numpy_dtype(leaf.cast_from).itemsize
         stored_bytes = int(most_bytes / element_bytes * stored.bits / 8)
@@ -378,12 +392,17 @@ def _cut(array: Any, within: Sequence[slice]) -> Any:
         return jax.lax.dynamic_slice(array, starts, sizes)
 
 
-def _host_copy(array: Any) -> Array:
-    """A copy that JAX does not keep.
+def _twin(array: Any) -> Any:
+    """An array with the same buffers, and with host copies of its own.
 
-    `np.asarray` makes JAX keep the copy for as long as the array lives: a save would leave a copy
-    of the whole state behind in host memory.
+    JAX keeps what it had to copy for as long as the array lives. So a save would leave a copy of
+    the whole state behind in host memory.
     """
+    return array.clone()
+
+
+def _host_copy(array: Any) -> Array:
+    """A copy in host memory. Like `np.asarray`, but the array keeps none that it can view."""
     copy = getattr(array, "_single_device_array_to_np_array_did_copy", None)
     return np.asarray(array) if copy is None else copy()[0]
 

@@ -1,7 +1,9 @@
 """The cost of saving for the loop, and how often to save. No JAX.
 
-`every="auto"` follows this advice. Without `mtbf_s` it keeps the cost of all saves below a share of
-the time, `overhead`. With `mtbf_s` it takes Daly's optimum.
+`every="auto"` follows this advice. With `mtbf_s` it takes Daly's optimum. Without it the share of
+the time that saves may cost, `overhead`, is a budget. All saves since the first step, and the next
+one, must stay within it. A save that cost more than the ones before delays the next one until that
+is made up for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 from ostraka.common.record import best_interval_s
 from ostraka.common.record import logger as log
@@ -24,6 +26,10 @@ _FIRST_STEPS = 3
 """Steps to time before the first save, so that slower ones can be told from usual ones."""
 _SHORTEST_S = 1.0
 """Saves that cost nearly nothing are at least this far apart."""
+_LONGEST_S = 1800.0
+"""What a save cost beyond the usual delays the next one no longer than this, or two intervals."""
+_NOTABLE = 1.25
+"""A wait that differs from the interval by this factor is worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,10 @@ class Advice:
     """The same in steps."""
     overhead: float | None = None
     """The share of the time that saves may cost, if that decides the interval."""
+    spent: float | None = None
+    """The share of the time that saves have cost so far, with `overhead`."""
+    wait_s: float | None = None
+    """The time from the last save to the next one of `every="auto"`, if it is not `interval_s`."""
 
     @property
     def cost_s(self) -> float:
@@ -64,15 +74,23 @@ class Advice:
             reason = f"with a failure every {self.mtbf_s:,.0f} s"
         else:
             reason = f"with at most {self.overhead:.3g} of the time for saves"
-        every_s = f"{self.interval_s:,.0f}" if self.interval_s >= 10 else f"{self.interval_s:.2g}"
-        return f"{text}; {reason}, save every {every_s} s{steps}"
+        text = f"{text}; {reason}, save every {_seconds(self.interval_s)} s{steps}"
+        if self.wait_s is None:
+            return text
+        if self.spent is not None and self.wait_s > self.interval_s:
+            text += f"; saves have cost {self.spent:.2g} of the time so far"
+        return f"{text}; the next one comes {_seconds(self.wait_s)} s after the last"
+
+
+def _seconds(given_s: float) -> str:
+    return f"{given_s:,.0f}" if given_s >= 10 else f"{given_s:.2g}"
 
 
 class CostMeter:
     """Measures the loop by the times of its calls of `save`: `enter` and `leave` around each.
 
-    With `overhead`, the advice keeps the cost of saves below this share of the time, unless
-    `mtbf_s` is known.
+    With `overhead`, `left_s` answers for `every="auto"`. It keeps the cost of saves within this
+    share of the time, unless `mtbf_s` is known.
     """
 
     def __init__(
@@ -83,6 +101,10 @@ class CostMeter:
     ):
         self._mtbf_s = mtbf_s
         self._overhead = None if mtbf_s is not None else overhead
+        self._is_auto = overhead is not None
+        self._expected_s: float | None = None
+        self._decided: tuple[float | None, float] | None = None
+        """What `_wait_s` and `_longest_s` have returned, until what they depend on changes."""
         self._began_s: float | None = None
         self._saved_s = 0.0
         """When the last save had blocked the loop."""
@@ -99,7 +121,10 @@ class CostMeter:
         self._slower_s = 0.0
         self._entered_s = 0.0
         self._left: tuple[int, float, bool] | None = None
-        self._advised_s: float | None = None
+        self._advised: tuple[float, bool] | None = None
+        """The interval that was last logged, and True if another wait was."""
+        self.has_news = False
+        """True if the last call began a save, or was the first one after it."""
         self._past_slower_s = 0.0
         self.saving_s = 0.0
         """The time in all calls that have returned."""
@@ -109,11 +134,17 @@ class CostMeter:
         """How much longer the steps took during all saves."""
         return self._past_slower_s + max(self._slower_s, 0.0)
 
+    def expect(self, cost_s: float) -> None:
+        """Expect that a save costs so much, until one is measured: the run before has done so."""
+        self._expected_s = cost_s
+        self._decided = None
+
     def enter(self, step: int) -> None:
         now = self._clock_s()
         self._entered_s = now
         if self._began_s is None:
             self._began_s = now
+            self._decided = None
         if self._left is None or step <= self._left[0]:
             return
         last, left_s, was_saving = self._left
@@ -122,12 +153,15 @@ class CostMeter:
         if not was_saving:
             self._quiet_step_s.append((now - left_s) / steps)
         elif self._quiet_step_s:
+            self._decided = None
             self._slower_s += (now - left_s) - steps * median(self._quiet_step_s)
 
     def leave(self, step: int, *, began: bool, saving: bool) -> None:
         """Note the end of a call. `began`: it began a save. `saving`: a save is running now."""
         now = self._clock_s()
+        self.has_news = began or (self._left is not None and self._left[2] and not saving)
         if began:
+            self._decided = None
             if self._saves:
                 self._slowdown_s.append(max(self._slower_s, 0.0))
                 self._recent_s.append(self._last_cost_s)
@@ -145,30 +179,70 @@ class CostMeter:
         """The cost of the last save so far."""
         return self._blocked_s[-1] + max(self._slower_s, 0.0)
 
+    @property
+    def _usual_cost_s(self) -> float:
+        """The cost of the latest saves. Of two, the lower: first ones open files, compile, wait."""
+        return median_low([*self._recent_s, self._last_cost_s])
+
     def interval_s(self) -> float | None:
         """Return the time to work between two saves. None if nothing says how long."""
-        if not self._saves:
+        if self._saves:
+            cost_s = self._usual_cost_s
+        elif self._expected_s is not None:
+            cost_s = self._expected_s
+        else:
             return None
-        cost_s = median([*self._recent_s, self._last_cost_s])
         if self._mtbf_s is not None:
             return best_interval_s(cost_s, self._mtbf_s)
         return None if self._overhead is None else max(cost_s / self._overhead, _SHORTEST_S)
 
-    def left_s(self) -> float:
+    def left_s(self, *, saving: bool = False) -> float:
         """Return how long `every="auto"` waits before it saves again. 0 or less: not at all.
 
-        The first save comes after a few steps: it shows what a save costs. Without `mtbf_s` all
-        saves together stay below `overhead`, counted from the first call.
+        The first save comes after a few steps: it shows what a save costs. While a save is running
+        (`saving`), the next one would only block the loop.
         """
-        interval_s = self.interval_s()
-        if interval_s is None:
-            return 0.0 if len(self._quiet_step_s) >= _FIRST_STEPS else math.inf
+        if not self._saves and len(self._quiet_step_s) < _FIRST_STEPS:
+            return math.inf
+        if self._decided is None:  # Most calls come at steps that change nothing.
+            self._decided = self._wait_s(), self._longest_s()
+        wait_s, longest_s = self._decided
+        if wait_s is None:
+            return 0.0
         now = self._clock_s()
-        left_s = self._saved_s + interval_s - now
-        if self._overhead is None or self._began_s is None:
-            return left_s
-        next_s = (self._spent_s + 2 * self._last_cost_s) / self._overhead
-        return max(left_s, self._began_s + next_s - now)
+        left_s = self._since_s + wait_s - now
+        if saving and now < self._since_s + longest_s:
+            left_s = max(left_s, _SHORTEST_S)
+        return left_s
+
+    @property
+    def _since_s(self) -> float:
+        """The last save, or before it the first call."""
+        return self._saved_s if self._saves else self._began_s or 0.0
+
+    def _wait_s(self) -> float | None:
+        """The time from the last save, or from the first call, to the next save."""
+        wait_s = self.interval_s()
+        if wait_s is None:
+            return None
+        if self._overhead is not None and self._began_s is not None:
+            wait_s = max(
+                wait_s, self._began_s + self._spent_until_next_s() / self._overhead - self._since_s
+            )
+        return min(wait_s, self._longest_s())
+
+    def _spent_until_next_s(self) -> float:
+        """The cost of all saves and the next one, which costs as much as the last, or the usual."""
+        if not self._saves:
+            return self._expected_s or 0.0
+        return self._spent_s + self._last_cost_s + max(self._usual_cost_s, self._last_cost_s)
+
+    def _longest_s(self) -> float:
+        """The longest time without a save.
+
+        One cost alone says little of the next one.
+        """
+        return max(_LONGEST_S, 2 * (self.interval_s() or 0.0) if self._saves > 1 else 0.0)
 
     def advise(self) -> Advice | None:
         """Return the advice so far. None before the first save."""
@@ -181,6 +255,13 @@ class CostMeter:
         step_s = median(known_s) if known_s else None
         interval_s = self.interval_s()
         steps = max(1, round(interval_s / step_s)) if step_s and interval_s is not None else None
+        wait_s = self._wait_s() if self._is_auto else None
+        if wait_s and interval_s and 1 / _NOTABLE <= wait_s / interval_s <= _NOTABLE:
+            wait_s = None
+        spent = None
+        if self._overhead is not None and self._began_s is not None:
+            elapsed_s = max(self._clock_s() - self._began_s, 1e-9)
+            spent = (self._spent_s + self._last_cost_s) / elapsed_s
         return Advice(
             self._saves,
             blocked_s,
@@ -190,14 +271,22 @@ class CostMeter:
             interval_s,
             steps,
             self._overhead,
+            spent,
+            wait_s,
         )
 
     def log_changes(self) -> None:
-        """Log the first advice, and later ones that differ by more than a fifth."""
+        """Log the first advice, and later ones that differ by more than a fifth.
+
+        A wait that differs from the interval is logged as well, once for each time that it does.
+        """
         advice = self.advise()
         if advice is None or advice.interval_s is None:
             return
-        last_s = self._advised_s
-        if last_s is None or not 0.8 * last_s <= advice.interval_s <= 1.25 * last_s:
-            self._advised_s = advice.interval_s
-            log.info("%s", advice)
+        last_s, waited = self._advised or (0.0, False)
+        waits = advice.wait_s is not None
+        if 0.8 * last_s <= advice.interval_s <= 1.25 * last_s and (waited or not waits):
+            self._advised = last_s, waits
+            return
+        self._advised = advice.interval_s, waits
+        log.info("%s", advice)

@@ -45,7 +45,7 @@ from ostraka.manager._recover import Places, Recovery
 from ostraka.manager._when import Schedule
 from ostraka.manager.leases import RootLock
 from ostraka.manager.retain import Retention, remove_step
-from ostraka.manager.run_file import RunFileWriter, RunRules
+from ostraka.manager.run_file import RunFileWriter, RunRules, read_run_file
 from ostraka.manager.steps import Root, Step, refuse_emptied, with_metrics
 from ostraka.manager.watch import BACKLOG, Watch
 from ostraka.processes.decide import agree, check_alike, decide_together
@@ -88,7 +88,9 @@ class Manager:
         every: Save at multiples of this number of steps. With `"auto"` the manager measures what a
             save costs the loop, and chooses the interval: within `overhead`, or Daly's optimum if
             you pass `mtbf_s`. It logs its choice, and `advice` has it.
-        overhead: For `every="auto"` without `mtbf_s`, the share of the time that saves may cost.
+        overhead: For `every="auto"` without `mtbf_s`, the share of the time that saves may cost. A
+            save that costs more than expected delays the next one, by 30 minutes or two intervals
+            at most.
         every_s: Save when this many seconds have passed since the last save.
         at: Save at these steps.
         when: Save if this function of the step returns True. Process 0 calls it.
@@ -184,7 +186,10 @@ class Manager:
         self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s), overhead=share)
         self._losses = Losses(self._meter)
         self._on_record = self._losses.complete(check_function("on_record", on_record))
-        self._schedule = Schedule(every, every_s, at, when, self._meter.left_s)
+        self._pending = PendingSave()
+        # Not a method of the manager, which would keep itself alive.
+        left_s = partial(_left_s, self._meter, self._pending)
+        self._schedule = Schedule(every, every_s, at, when, left_s)
         self._if_running = if_running
         self._has_cancelled = False
         """True if the running save took the place of a cancelled one."""
@@ -212,7 +217,6 @@ class Manager:
             self._mirror = Mirror(
                 self._root, copies, every=self._mirror_every, on_record=self._on_record
             )
-        self._pending = PendingSave()
         self._begun: int | None = None
         """The step of the running save, or of the last one."""
         self._lock = RootLock(self._root.store)
@@ -374,7 +378,7 @@ class Manager:
         else:
             self._pending.raise_if_failed()
         self._losses.leave(number, began=due, saving=self._pending.is_running())
-        if due and jax.process_index() == 0:
+        if self._meter.has_news and jax.process_index() == 0:
             self._meter.log_changes()
             if self._run_file is not None:
                 self._run_file.note_advice(self._meter.advise())
@@ -793,6 +797,10 @@ class Manager:
             if newest is None and not self._root.scan(lambda _: True):
                 self._root.warn_if_begun_elsewhere()
             self._places.warn_if_ahead(newest)
+            if self._schedule.is_auto:
+                before = read_run_file(self._root.store)[0]
+                if before is not None and before.advice is not None:
+                    self._meter.expect(before.advice.cost_s)
             return {
                 **self._root.unusual_names(),
                 "newest": newest,
@@ -1078,3 +1086,7 @@ class Manager:
             change(number)
 
         decide_together(f"{what} of step {number}", change_in_place)
+
+
+def _left_s(meter: CostMeter, pending: PendingSave) -> float:
+    return meter.left_s(saving=pending.is_running())

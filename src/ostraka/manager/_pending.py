@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 
 from ostraka.common.record import logger as log
 from ostraka.errors import OstrakaError
@@ -25,8 +26,9 @@ class PendingSave:
 
     def __init__(self) -> None:
         self._handle: SaveHandle | None = None
-        self._start_error: Exception | None = None
-        """The reason why the save did not start here. It may have started on other processes."""
+        self._error: BaseException | None = None
+        """The reason why the save did not start here, though it may have started on other
+        processes. Or the error that was raised here."""
         self._is_raised = False
 
     def begin(self, start: Callable[[], SaveHandle], *, background: bool) -> None:
@@ -35,9 +37,9 @@ class PendingSave:
         try:
             self._handle = start()
         except Exception as error:
-            self._start_error = error
+            self._error = error
             if background:
-                self._is_raised = True
+                self._error, self._is_raised = _without_frames(error), True
                 raise
         if not background:
             self.wait()
@@ -60,14 +62,15 @@ class PendingSave:
             return
         error = self._handle.exception()
         if error is not None:
-            self._is_raised = True
+            self._handle = None
+            self._error, self._is_raised = _without_frames(error), True
             raise error
 
     def wait(self) -> None:
         """Wait for the save and raise its error, on all processes alike."""
-        error = self._start_error if self._handle is None else self._handle.exception()
+        error = self._error if self._handle is None else self._handle.exception()
         is_raised = self._is_raised
-        self._handle = self._start_error = None
+        self._handle = self._error = None
         if error is None:
             return
         have_all_raised = False
@@ -83,3 +86,12 @@ class PendingSave:
             error = handle.exception()
             if error is not None:
                 log.error("%s", error)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """A copy to raise again. The error itself keeps the frames that it passes, and their values."""
+    with suppress(Exception):
+        twin = copy(error)
+        if type(twin) is type(error) and str(twin) == str(error):
+            return twin
+    return error

@@ -1,9 +1,10 @@
 """The file `_RUN` in a run directory: what its Manager saves, keeps and mirrors. No JAX.
 
-It is for people who look at the run: `ostraka report`, `board` and `top`. No save, restore or
-deletion depends on it. Process 0 writes it in the background when a Manager is opened or closed,
-when the advice changes notably, and when the mirror gets a step. Readers take it for untrusted
-input: a value that a Manager would not write makes the whole file unusable.
+It is for people who look at the run: `ostraka report`, `board` and `top`. No restore or deletion
+depends on it. With `every="auto"` the next run expects that a save costs what it says. Process 0
+writes it in the background when a Manager is opened or closed, when the advice changes notably, and
+when the mirror gets a step. Readers take it for untrusted input: a value that a Manager would not
+write makes the whole file unusable.
 """
 
 from __future__ import annotations
@@ -193,6 +194,8 @@ def _advice(given: Mapping[str, Any]) -> Advice:
         _time("interval_s", given.get("interval_s")),
         check_count("interval_steps", steps),
         _time("overhead", given.get("overhead")),
+        _time("spent", given.get("spent")),
+        _time("wait_s", given.get("wait_s")),
     )
     if found.interval_s is not None and found.mtbf_s is None and found.overhead is None:
         raise ValueError("advice has an interval without mtbf_s and without overhead")
@@ -323,6 +326,8 @@ class RunFileWriter:
 
 def _is_news(before: Advice | None, now: Advice) -> bool:
     if before is None or now.saves >= 2 * before.saves:
+        return True
+    if (before.wait_s is None) != (now.wait_s is None):
         return True
     old_s, new_s = before.interval_s, now.interval_s
     return bool(old_s and new_s and not 1 / _NOTABLE <= new_s / old_s <= _NOTABLE)

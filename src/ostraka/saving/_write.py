@@ -324,11 +324,44 @@ class ShardWriter:
 
     def _staged(self, value: Value, leaf: StoredLeaf, box: Box) -> Iterator[Array]:
         """Copy a box in bands, to have only a few of them in memory."""
-        job, bits = self._job, DTYPES[leaf.spec.dtype].bits
+        job, dtype = self._job, DTYPES[leaf.spec.dtype]
+        item_bytes = 1 if dtype.packed else dtype.bits // 8  # in memory
+        packing = _Packing(dtype.bits)
         for band in _cut(value, leaf, box, store=job.store):
-            nbytes = (_box.count(band) * bits + 7) // 8
+            nbytes = _box.count(band) * item_bytes
             with job.staging.hold(nbytes, job.check):
-                yield from _bands(_read(value, leaf, self.file.device, band, nbytes))
+                array = _read(value, leaf, self.file.device, band, nbytes)
+                yield from packing.pack(array) if dtype.packed else _bands(array)
+        yield from packing.end()
+
+
+class _Packing:
+    """The elements of a box, packed band by band. A band may end within a byte."""
+
+    def __init__(self, bits: int):
+        self._per_byte = 8 // bits
+        self._rest: Array | None = None
+        """The elements that share a byte with the next ones."""
+
+    def pack(self, array: Array) -> Iterator[Array]:
+        """The whole bytes up to the end of this band."""
+        flat = array.reshape(-1)
+        if self._rest is not None:
+            missing = self._per_byte - self._rest.size
+            self._rest = np.concatenate([self._rest, flat[:missing]])
+            flat = flat[missing:]
+            if self._rest.size < self._per_byte:
+                return
+            yield to_bytes(self._rest)
+        whole = flat.size - flat.size % self._per_byte
+        self._rest = flat[whole:].copy() if whole < flat.size else None
+        if whole:
+            yield to_bytes(flat[:whole])
+
+    def end(self) -> Iterator[Array]:
+        """The last byte, if it is not full."""
+        if self._rest is not None:
+            yield to_bytes(self._rest)
 
 
 class _PlainFile:
@@ -396,17 +429,12 @@ def _cut(value: Value, leaf: StoredLeaf, box: Box, *, store: Store) -> Sequence[
     if not store.traits.in_any_order:
         most_bytes = min(most_bytes, _SENT_BYTES)
     bits = DTYPES[leaf.spec.dtype].bits
-    bands = list(_box.bands(box, box, most_bytes * 8 // bits)) if most_bytes else [box]
-    if any(_box.count(band) * bits % 8 for band in bands[:-1]):
-        return [box]  # Bands must have whole bytes.
-    return bands
+    return list(_box.bands(box, box, most_bytes * 8 // bits)) if most_bytes else [box]
 
 
 def _read(value: Value, leaf: StoredLeaf, device: int, box: Box, nbytes: int) -> Array:
-    """A box as a file has it. Its size must match the plan, since later offsets depend on it."""
+    """A box. Its size must match the plan, since later offsets depend on it."""
     array = value.read(device, box)
-    if DTYPES[leaf.spec.dtype].packed:
-        array = to_bytes(array)
     if array.nbytes != nbytes:
         raise AssertionError(
             f"leaf {leaf.spec.path!r} gives {array.nbytes:,} bytes for box {box}, and {nbytes:,} "

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from logging import ERROR, INFO
+from traceback import clear_frames
 from typing import Literal
 
 from ostraka.common.progress import Count
@@ -82,6 +83,7 @@ class SaveHandle:
         """
         self._wait_for_end(timeout_s)
         self._is_error_seen = True
+        slot.let_go(self)
         return self._error
 
     def cancel(self) -> bool:
@@ -130,6 +132,9 @@ class SaveHandle:
         try:
             self.record = work()
         except BaseException as error:
+            # The error may be kept for long. Neither it nor this frame is to keep the values.
+            del work
+            _clear_frames(error)
             self._error = error
             said = describe(error)
             if self.path not in said:
@@ -187,6 +192,18 @@ class _Slot:
         if current is not None and not current.done():
             current._lose()
 
+    def let_go(self, handle: SaveHandle) -> None:
+        """Forget a save that has ended and whose error, if any, somebody has.
+
+        The error gets the frames that it passes in the program, and with them what these hold.
+        """
+        if self.current is handle and self.turn.acquire(blocking=False):
+            try:
+                if self.current is handle:
+                    self.current = None
+            finally:
+                self.turn.release()
+
     def refuse_own_thread(self) -> None:
         if self.current is not None:
             self.current._refuse_own_thread()
@@ -208,6 +225,18 @@ class _Slot:
 
 slot = _Slot()
 after_fork(slot.forget_after_fork)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the values in the frames that an error, and those behind it, have passed."""
+    known: list[BaseException] = []
+    found: list[BaseException | None] = [error]
+    while found:
+        one = found.pop()
+        if one is not None and one not in known:
+            known.append(one)
+            clear_frames(one.__traceback__)
+            found += [one.__cause__, one.__context__]
 
 
 def wait_for_background() -> None:

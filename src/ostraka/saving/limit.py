@@ -10,6 +10,7 @@ Then all are safe, and the caller may go on.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -193,6 +194,7 @@ class HostLimit:
             if self._untrimmed_bytes <= self._most_bytes // _TRIMS:
                 return
             self._untrimmed_bytes = 0
+        gc.collect(0)  # JAX lets go of what an array had copied at the next collection.
         trim()
 
     def _note_read(self, nbytes: int) -> None:
